@@ -29,7 +29,7 @@ test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz  ## run tests under each P
 
 e2e: e2e-systemd e2e-pythons e2e-kubelet e2e-cgroup2  ## as root: run e2e-systemd, -pythons, -kubelet, -cgroup2
 
-e2e-newcomer: $(VENV)/ready  ## as root: make demo and make test in clean systems
+e2e-newcomer: $(VENV)/ready  ## as root: make demo and make test in a clean system
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
 bench: $(VENV)/ready  ## measure latencies and costs, beside a bare gRPC server

@@ -42,7 +42,6 @@ class Release:
 EVERYTHING = "max,pauth-impdef=on"
 RELEASES = (
     Release("bookworm", "bookworm", "linux-image-arm64", "neoverse-n1", 4096),
-    Release("trixie", "trixie", "linux-image-arm64", EVERYTHING, 4096),
     Release("trixie-16k", "trixie", "linux-image-arm64-16k", EVERYTHING, 16384),
 )
 

@@ -1,9 +1,9 @@
 """A node of today: cgroup v2 only, systemd's cgroups, containerd 2, and the newest kubelet.
 
-It is a virtual machine in QEMU's interpreter, of Debian's testing release, or of a former one with
-what that has. Its root is on a disk, not in memory, because runc cannot leave a root that is the
-kernel's first. The cards are QEMU's "edu" devices, for which driver/tenstorrent.c makes device
-nodes. The hugepages are of 2 MiB, in a hugetlbfs that systemd mounts.
+It is a virtual machine in QEMU's interpreter, of Debian's testing release. Its root is on a disk,
+not in memory, because runc cannot leave a root that is the kernel's first. The cards are QEMU's
+"edu" devices, for which driver/tenstorrent.c makes device nodes. The hugepages are of 2 MiB, in a
+hugetlbfs that systemd mounts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e import vm
@@ -26,6 +24,7 @@ from tests.e2e.machine import (
     kubelet_path,
 )
 
+SUITE = "forky"
 KUBELET = VERSIONS[-1]
 TREE = f"{vm.TREE},containerd,runc"
 TOOLS = {"mke2fs": "e2fsprogs", "busybox": "busybox-static", "gcc": "gcc libc6-dev"}
@@ -52,29 +51,7 @@ RestartSec=10
 """
 
 
-@dataclass(frozen=True)
-class Release:
-    """A release of Debian, with the driver of the cgroups, and what its containerd can do."""
-
-    suite: str
-    driver: str
-    abilities: tuple[str, ...]  # of "cdi" and "users": user namespaces
-
-    @property
-    def name(self) -> str:
-        return f"{self.suite}-{self.driver}"
-
-
-TODAY = Release("forky", "systemd", ("cdi", "users"))
-RELEASES = (
-    TODAY,
-    Release("trixie", "systemd", ("cdi",)),
-    Release("bookworm", "systemd", ()),
-    Release("bookworm", "cgroupfs", ()),
-)
-
-
-def run(release: Release, deb: Path, script: Path) -> str:
+def run(deb: Path, script: Path) -> str:
     """Boot a node with the package, run a Python script on it, and return what that has written.
 
     Raises Missing.
@@ -83,11 +60,11 @@ def run(release: Release, deb: Path, script: Path) -> str:
         raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
     if not kubelet_path(KUBELET).exists() and not shutil.which("go"):
         raise Missing("building the kubelet needs Go 1.21 or newer")
-    booted, kubelet = vm.kernel(release.suite), build_kubelet(KUBELET)
+    booted, kubelet = vm.kernel(SUITE), build_kubelet(KUBELET)
     with tempfile.TemporaryDirectory(prefix="ttdp-cgroup2-", dir="/var/tmp") as directory:
         work, root = Path(directory), Path(directory, "root")
         root.mkdir()
-        tree = root_tree(release.suite, TREE)
+        tree = root_tree(SUITE, TREE)
         subprocess.run(["tar", "-C", str(root), "-xf", str(tree)], check=True)
         _put_kernel_modules(booted, root)
         vm.install_driver(booted, root)
@@ -96,7 +73,7 @@ def run(release: Release, deb: Path, script: Path) -> str:
         (root / "srv/image.tar").write_bytes(image_archive(IMAGE, busybox_layer()))
         vm.put_modules(root)
         shutil.copy(script, root / "srv/script.py")
-        _install(root, deb, ["/srv/script.py", release.driver, *release.abilities])
+        _install(root, deb)
         disk = work / "disk"
         with disk.open("wb") as file:
             file.truncate(DISK)
@@ -113,12 +90,12 @@ def _put_kernel_modules(booted: vm.Kernel, root: Path) -> None:
         shutil.copy(module, target)
 
 
-def _install(root: Path, deb: Path, script: Sequence[str]) -> None:
+def _install(root: Path, deb: Path) -> None:
     files = {
         "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 node\n",  # which containerd copies
         "etc/hostname": "node\n",
         "etc/resolv.conf": "",
-        "etc/systemd/system/script.service": vm.service(" ".join(script), "/dev/ttyS1"),
+        "etc/systemd/system/script.service": vm.service("/srv/script.py", "/dev/ttyS1"),
         "etc/systemd/system/kubelet.service": KUBELET_UNIT,
         "etc/udev/rules.d/50-tenstorrent.rules": RULE,
         "etc/modules-load.d/containers.conf": "".join(f"{name}\n" for name in MODULES),
@@ -129,10 +106,7 @@ def _install(root: Path, deb: Path, script: Sequence[str]) -> None:
     # The script starts these two when it has written their configuration.
     vm.inside(root, "systemctl", "disable", "containerd")
     vm.inside(root, "systemctl", "enable", "script")
-    for directory in (
-        "etc",
-        "var",
-    ):  # nothing is brought up to date at the boot: systemd-update-done
+    for directory in ("etc", "var"):  # systemd-update-done: the boot brings nothing up to date
         (root / directory / ".updated").touch()
 
 

@@ -1,13 +1,12 @@
 """Runs on the node with cgroup v2: what pods with devices go through, one step after the other.
 
-See steps.py for what it prints, and guestnode.py for the node. Its arguments are those of main().
+See steps.py for what it prints, and guestnode.py for the node.
 """
 
 from __future__ import annotations
 
 import platform
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.e2e.guestnode import (
     Pod,
     Process,
     cdi_numbers,
-    cgroup_of,
     chip_of,
     device_numbers,
     is_own_file,
@@ -165,28 +163,11 @@ def reload(node: GuestNode, pods: list[Pod]) -> JSON:
     return found
 
 
-def lost_checkpoint(node: GuestNode, pods: list[Pod]) -> JSON:
-    """Start the kubelet without its checkpoint: no pod is killed, and their chips are avoided."""
-    before = node.wait_running(*pods)
-    with node.restarted_kubelet():
-        shell("systemctl kill --signal=KILL kubelet; systemctl stop kubelet")
-        CHECKPOINT.unlink()
-        shell("systemctl start kubelet")
-    # One only: the kubelet may have given another chip to the init container of before.
-    other = node.create("after-the-loss", ONE)
-    found: JSON = {"theirs": [chip_of(node.output(pod)) for pod in pods]}
-    found["given"] = chip_of(node.wait_output(other, "opened"))
-    found["opened"] = node.next_output(pods)
-    found["same"] = node.wait_running(*pods) == before
-    node.remove(other, *pods)
-    return found
-
-
-def locks(node: GuestNode, name: str, *, own_users: bool) -> JSON:
-    """Let one container take a lock of a shared chip's, and another one look for it."""
+def locks(node: GuestNode, name: str) -> JSON:
+    """Let one container take a lock of a shared chip's, and one with its own users look for it."""
     one = node.started(f"{name}-lock", {HALF: "1"}, then=TAKE)
     node.wait_output(one, "locked")
-    other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=own_users)
+    other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=True)
     output = node.wait_output(other, "opened")
     chips = {chip_of(node.output(pod)) for pod in (one, other)}
     node.remove(one, other)
@@ -234,20 +215,12 @@ def restarted_or_failed(node: GuestNode, pod: Pod, former: str) -> str | None:
     return None
 
 
-def private_pages(node: GuestNode, *, has_users: bool) -> JSON:
-    """Have two pods with a page each, then kill one, with and without a successor."""
-    root = PAGES / "tt-device-plugin"
-    found: JSON = {"directories": {str(root): _mode(root)}, "free": [free_pages()]}
-    for directory in sorted(root.iterdir()):
-        found["directories"][directory.name] = _mode(directory)
-
-    kinds: dict[str, JSON] = {"root": {}, "user": {"user": 1000}}
-    if has_users:
-        kinds["own users"] = {"own_users": True}
+def private_pages(node: GuestNode) -> JSON:
+    """Have three pods with a page each, of different users."""
+    found: JSON = {"free": [free_pages()]}
+    kinds: dict[str, JSON] = {"root": {}, "user": {"user": 1000}, "own users": {"own_users": True}}
     pods = {
-        name: node.create(
-            f"pages-{name.replace(' ', '-')}", WITH_PAGE, then=PAGE, stubborn=True, **kind
-        )
+        name: node.create(f"pages-{name.replace(' ', '-')}", WITH_PAGE, then=PAGE, **kind)
         for name, kind in kinds.items()
     }
     node.wait_running(*pods.values())
@@ -257,66 +230,11 @@ def private_pages(node: GuestNode, *, has_users: bool) -> JSON:
         inside = Path(f"/proc/{container.pid}/root{PAGES}")
         found[f"files of {name}"] = sorted(path.name for path in inside.iterdir())
     found["free"].append(free_pages())
-
-    # One ends without a successor, the other one's container is killed and starts in place.
-    [killed] = node.wait_running(pods["user"])
-    Process(killed).signal(signal.SIGKILL)
-    node.wait_restarted(pods["user"], killed)
-    found["restarted"] = node.wait_output(pods["user"], "dirty page")[-8:]
-    node.force_delete(pods["root"])
-    wait_for(lambda: cgroup_of(pods["root"]) is None, "the end of the pod with a page")
-    ended = time.monotonic()
-    left = found["free"][0] - len(pods) + 1
-    wait_for(lambda: free_pages() == left, lambda: f"{free_pages()} free pages, not {left}")
-    found["back after"] = round(time.monotonic() - ended, 1)
-
-    # And one that is killed with its page mapped has a successor with the same chip.
-    chip = chip_of(node.output(pods["user"]))
-    free = EXCLUSIVE - (len(pods) - 1)
-    fillers = [node.create(f"filler-{number}", ONE) for number in range(free)]
-    node.wait_running(*fillers)
-    node.force_delete(pods["user"])
-    successor = node.started("pages-successor", WITH_PAGE, then=PAGE, user=2000)
-    found["successor"] = node.wait_output(successor, "page is mapped")[:10]
-    found["same chip"] = chip_of(node.output(successor)) == chip
-    rest = [pod for name, pod in pods.items() if name not in ("root", "user")]
-    node.remove(*fillers, *rest, successor)
-    wait_for(lambda: free_pages() == found["free"][0], lambda: f"{free_pages()} free pages")
+    node.remove(*pods.values())
     return found
 
 
-def closed_pages(node: GuestNode) -> JSON:
-    """Let a container's root close its directory, with a page in it, and see who has it next."""
-    root = PAGES / "tt-device-plugin"
-    close = f"{PAGE}\nchown 4711 {PAGES}; chmod 700 {PAGES}; echo closed"
-    first = node.started("closes", WITH_PAGE, then=close)
-    chip = chip_of(node.wait_output(first, "closed"))
-    found: JSON = {"before": {each.name: _mode(each) for each in root.iterdir()}, "chip": chip}
-    node.remove(first)
-    wait_for(lambda: _mode(root / chip) == "777 0:0", lambda: f"a new one: {_mode(root / chip)}")
-    found["after"] = {each.name: _mode(each) for each in root.iterdir()}
-    found["check"] = shell("tt-device-plugin check --quiet").splitlines()
-
-    # All chips are free, so the next pod gets the one with the lowest address, as the first did.
-    second = node.create("after-closed", WITH_PAGE, then=PAGE)
-    output = node.wait_output(second, "page is mapped")
-    found |= {"next chip": chip_of(output), "next": output[:10]}
-    node.remove(second)
-    return found
-
-
-def _mode(path: Path) -> str:
-    """Return a directory's mode and owner; nothing while there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return ""
-    return f"{status.st_mode & 0o7777:o} {status.st_uid}:{status.st_gid}"
-
-
-def main(driver: str, abilities: list[str]) -> None:
-    """Go through all; `driver`: of the cgroups; `abilities`: of "cdi" and "users"."""
-    has_users, has_cdi = ("users" in abilities, "cdi" in abilities)
+def main() -> None:
     with step("boot") as seen:
         seen["kernel"] = platform.release()
         seen["cgroup"] = shell("stat --file-system --format=%T /sys/fs/cgroup")
@@ -328,7 +246,7 @@ def main(driver: str, abilities: list[str]) -> None:
             seen[program] = shell(f"{program} --version").splitlines()[0]
         seen[UNIT] = shell(f"dpkg-query --show {UNIT}")
 
-    node = GuestNode(driver)
+    node = GuestNode()
     with step("node") as seen:
         configure(SHARING)
         node.start()
@@ -341,49 +259,36 @@ def main(driver: str, abilities: list[str]) -> None:
 
     # With device files.
     files = [node.create("init-and-main", ONE, init=True)]
-    files.append(node.create("other", ONE, own_users=has_users))
+    files.append(node.create("other", ONE, own_users=True))
     with step("files") as seen:
         seen |= given(node, *files)
-        if has_users:
-            seen |= users(node, files[-1])
+        seen |= users(node, files[-1])
     with step("files locks") as seen:
-        seen |= locks(node, "files", own_users=has_users)
+        seen |= locks(node, "files")
     with step("both_killed") as seen:
         seen |= both_killed(node, files)
 
     # By their CDI names, beside those.
-    by_name: list[Pod] = []
-    if has_cdi:
-        configure(f'device_list_strategy = "cdi"\n{SHARING}')
-        by_name = [node.create("cdi", ONE), node.create("cdi-other", ONE, own_users=has_users)]
-        with step("cdi") as seen:
-            seen |= given(node, *by_name)
-            if has_users:
-                seen |= users(node, by_name[-1])
-        with step("cdi locks") as seen:
-            seen |= locks(node, "cdi", own_users=has_users)
+    configure(f'device_list_strategy = "cdi"\n{SHARING}')
+    by_name = [node.create("cdi", ONE), node.create("cdi-other", ONE, own_users=True)]
+    with step("cdi") as seen:
+        seen |= given(node, *by_name)
+        seen |= users(node, by_name[-1])
+    with step("cdi locks") as seen:
+        seen |= locks(node, "cdi")
 
     with step("reload") as seen:
         seen |= reload(node, files + by_name)
     with step("files renumbered") as seen:
         seen |= renumbered(node, files)
-    if has_cdi:
-        with step("cdi renumbered") as seen:
-            seen |= renumbered(node, by_name)
-    if has_users:  # that one has no device file any longer
-        node.remove(files.pop())
-    with step("lost_checkpoint") as seen:
-        seen |= lost_checkpoint(node, files + by_name)
+    with step("cdi renumbered") as seen:
+        seen |= renumbered(node, by_name)
 
     with step("pages") as seen:
-        seen["private"] = "--hugepages" in shell("tt-device-plugin run --help")
-        if seen["private"]:
-            configure(SHARING)
-            seen |= private_pages(node, has_users=has_users)
-    if seen["private"]:
-        with step("closed pages") as seen:
-            seen |= closed_pages(node)
+        node.remove(*files, *by_name)
+        configure(SHARING)
+        seen |= private_pages(node)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main()

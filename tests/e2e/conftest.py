@@ -7,7 +7,6 @@ need root.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -29,18 +28,6 @@ Told = Callable[[str], None]
 def told(record_property: Callable[[str, object], None]) -> Told:
     """Return a function that takes a sentence on what was measured, for the end of the run."""
     return partial(record_property, "told")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes minutes of waiting; only with -m slow")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is slow, unless -m names it."""
-    if "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -98,15 +85,11 @@ def tools(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def program(tools: None, pytestconfig: pytest.Config) -> Program:
-    """Return the zipapp; without one of this very program the sources, loudly, but not in CI."""
-    if (reason := stale_zipapp()) and os.environ.get("CI") == "true":
+def program(tools: None) -> Program:
+    """Return the zipapp; without one of this very program there is no run."""
+    if reason := stale_zipapp():
         pytest.exit(reason, returncode=1)
-    if reason:
-        capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print(f"\n*** NOT AS SHIPPED: {reason}. ttdp.py itself is tested instead.", flush=True)
-    return Program(zipapp=not reason)
+    return Program()
 
 
 @pytest.fixture(scope="session")

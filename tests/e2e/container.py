@@ -104,7 +104,6 @@ class Container:
         self.shared = work / "shared"  # /srv/shared, read-write
         self.console = work / "console.log"
         self.name = f"ttdp-{suite}-{os.getpid()}"
-        self.script = BOOT
         self.arguments = [f"--directory={self.root}", f"--bind={self.shared}:/srv/shared"]
         self.arguments += [f"--bind-ro={source}:{target}" for source, target in binds.items()]
         self._nspawn: subprocess.Popen[bytes] | None = None
@@ -131,7 +130,7 @@ class Container:
     def boot(self, begun: Callable[[], object] = lambda: None) -> float:
         """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""
         since = time.monotonic()
-        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", self.script, "sh"]
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", BOOT, "sh"]
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
                 [*command, *self.arguments],

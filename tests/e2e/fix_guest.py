@@ -1,7 +1,7 @@
 """Runs in the virtual machine: breaks a chip in ways that only the kernel can mend, and runs `fix`.
 
 Prints what is to be seen, one JSON object per line: the step, what `fix` has written and its
-status, and the chip afterwards. Standard library only.
+status, and the chip afterwards.
 """
 
 from __future__ import annotations
@@ -9,26 +9,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import time
 from pathlib import Path
+
+from tests.e2e.steps import shell
 
 CHIP = "0000:00:11.0"
 FUNCTION = Path("/sys/bus/pci/devices", CHIP)
 DRIVER = "/sys/bus/pci/drivers/tenstorrent"
 PATIENCE = 120.0  # seconds
-
-
-def shell(script: str) -> str:
-    """Output and error of a script."""
-    done = subprocess.run(
-        ["sh", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.stdout.strip()
 
 
 def is_healthy() -> bool:

@@ -1,7 +1,7 @@
 """Runs in the virtual machine: does what an operator does to the driver and the package.
 
 Prints what is to be seen, one JSON object per line: the step, the chips by number, the links by PCI
-address. Standard library only.
+address.
 """
 
 from __future__ import annotations
@@ -9,25 +9,14 @@ from __future__ import annotations
 import glob
 import json
 import os
-import subprocess
+
+from tests.e2e.steps import shell
 
 RULES = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
 BLACKLIST = "/etc/modprobe.d/test.conf"
 DRIVER = "/usr/lib/modules/*/tenstorrent.ko"
 AS_DPKG_DOES = "DPKG_MAINTSCRIPT_PACKAGE=tt-device-plugin DPKG_MAINTSCRIPT_NAME=postinst"
 POSTINST = f"{AS_DPKG_DOES} /var/lib/dpkg/info/tt-device-plugin.postinst"
-
-
-def shell(script: str) -> str:
-    """Output and error of a script; it does not matter here whether it fails."""
-    done = subprocess.run(
-        ["sh", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.stdout.strip()
 
 
 def show(step: str, **more: object) -> None:

@@ -1,6 +1,6 @@
 """A node from the inside, on a virtual machine: containerd, the kubelet, an API server, and pods.
 
-Both make cgroups by systemd or by themselves. Standard library only.
+Both make cgroups by systemd. Standard library only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import ssl
@@ -35,6 +34,7 @@ KUBELET = {
     "apiVersion": "kubelet.config.k8s.io/v1beta1",
     "kind": "KubeletConfiguration",
     "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+    "cgroupDriver": "systemd",
     "failSwapOn": False,
     "address": "127.0.0.1",
     "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -55,21 +55,7 @@ KUBECONFIG = {
     "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
     "current-context": "c",
 }
-# By the major version of containerd. Since 2.0 it hands on CDI names without being told to.
-CONTAINERD = {
-    1: f"""
-version = 2
-[debug]
-level = "warn"
-[plugins.'io.containerd.grpc.v1.cri']
-sandbox_image = '{IMAGE}'
-enable_cdi = true
-[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc]
-runtime_type = 'io.containerd.runc.v2'
-[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc.options]
-SystemdCgroup = %s
-""",
-    2: f"""
+CONTAINERD = f"""
 version = 3
 [debug]
 level = "warn"
@@ -78,9 +64,8 @@ sandbox = '{IMAGE}'
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
 runtime_type = 'io.containerd.runc.v2'
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
-SystemdCgroup = %s
-""",
-}
+SystemdCgroup = true
+"""
 # A network plugin that gives pods an address and nothing else: pods with a user namespace of their
 # own cannot have the host's network.
 NETWORK_PLUGIN = f"""#!/bin/sh
@@ -123,17 +108,15 @@ class Pod:
 class GuestNode:
     """The node, with one API server for all of its life."""
 
-    def __init__(self, driver: str) -> None:
-        """Configure containerd and kubelet; `driver` is the one by which they make cgroups."""
+    def __init__(self) -> None:
+        """Configure containerd and kubelet."""
         self.api = ApiServer()
         self.serve_api()
         shell(f"busybox ip address add {NODE_ADDRESS}/32 dev lo")
 
-        kubelet = KUBELET | {"cgroupDriver": driver}
-        _write("/etc/kubernetes/kubelet.json", json.dumps(kubelet, indent=1))
+        _write("/etc/kubernetes/kubelet.json", json.dumps(KUBELET, indent=1))
         _write("/etc/kubernetes/kubeconfig", json.dumps(KUBECONFIG))
-        major = int(re.findall(r" v?(\d)\.\d+\.\d", shell("containerd --version"))[0])
-        _write("/etc/containerd/config.toml", CONTAINERD[major] % str(driver == "systemd").lower())
+        _write("/etc/containerd/config.toml", CONTAINERD)
         _write("/etc/cni/net.d/10-none.conflist", json.dumps(NETWORK))
         for name in ("none", "loopback"):  # containerd calls the other one for lo
             for directory in ("/opt/cni/bin", "/usr/lib/cni"):  # Debian's containerd has its own
@@ -184,7 +167,6 @@ class GuestNode:
         name: str,
         resources: JSON,
         *,
-        script: str = OPEN,
         then: str = "",
         stubborn: bool = False,
         user: int | None = None,
@@ -202,7 +184,7 @@ class GuestNode:
         term = "''" if stubborn else "'exit 0'"
         container: JSON = {"image": IMAGE, "imagePullPolicy": "Never"}
         container["resources"] = {"limits": resources}
-        filled = script.replace("{term}", term).replace("{then}", then)
+        filled = OPEN.replace("{term}", term).replace("{then}", then)
         command = ["sh", "-c", filled]
         spec: JSON = {
             "restartPolicy": "Never" if once else "Always",
@@ -283,9 +265,9 @@ class GuestNode:
 
         wait_for(is_forgotten, f"the kubelet to forget {pod.name}")
 
-    def output(self, pod: Pod, container: str = "main") -> list[str]:
-        """Return the lines that a pod's containers have written, also of former containers."""
-        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/{container}")
+    def output(self, pod: Pod) -> list[str]:
+        """Return the lines that a pod's container has written, also of former containers."""
+        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/main")
         files = sorted(place.glob("*.log"), key=lambda file: int(file.stem))
         lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
         return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]

@@ -106,7 +106,7 @@ class Host(Container):
         self._heartbeats = contextlib.ExitStack()
 
     def start(self) -> None:
-        self.install_kubelet(DIRECTORY)
+        self.install_kubelet()
         self.boot()
         self._files_before = self.files()
 
@@ -141,7 +141,7 @@ class Host(Container):
 
     def recover(self) -> None:
         """Undo the changes of a test that has failed."""
-        self.install_kubelet(DIRECTORY)
+        self.install_kubelet()
         self.shell(f"rm -rf {Path(DROP_IN).parent} /var/snap; systemctl daemon-reload", check=False)
         self.shell(f"systemctl reset-failed; systemctl --no-block restart {UNIT}", check=False)
 
@@ -204,8 +204,8 @@ class Host(Container):
 
     # The kubelet.
 
-    def install_kubelet(self, directory: str) -> None:
-        self.write("/etc/systemd/system/kubelet.service", KUBELET % directory)
+    def install_kubelet(self) -> None:
+        self.write("/etc/systemd/system/kubelet.service", KUBELET % DIRECTORY)
 
     def tell_kubelet(self, line: str) -> None:
         with (self.shared / "input").open("w") as commands:
@@ -240,7 +240,7 @@ class Host(Container):
         """A property that is a time, such as "ActiveEnter"."""
         return int(self.property(f"{name}TimestampMonotonic", unit)) / 1e6
 
-    def status_becomes(self, *parts: str, timeout: float = PATIENCE) -> str:
+    def status_becomes(self, *parts: str) -> str:
         """Wait until the status text has all these parts, and return it."""
 
         def text() -> str:
@@ -248,7 +248,7 @@ class Host(Container):
             return status if all(part in status for part in parts) else ""
 
         what = f"{parts} in the status"
-        return wait_until(text, lambda: f"{what} {self.property('StatusText')!r}", timeout)
+        return wait_until(text, lambda: f"{what} {self.property('StatusText')!r}", PATIENCE)
 
     def journal(self, since: float = 0.0) -> list[tuple[float, int, str]]:
         """Times, priorities and messages of the daemon's own lines."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import fcntl
 import hashlib
 import http.client
@@ -72,14 +71,14 @@ _PACKAGES = {
 }
 
 
-def missing_tools(versions: Sequence[str] = VERSIONS) -> str | None:
+def missing_tools() -> str | None:
     """Return what is missing to run these kubelets here, in one line, or None."""
     if os.geteuid() != 0:
         return "the real kubelet needs root"
     packages = {package for tool, package in _PACKAGES.items() if shutil.which(tool) is None}
     if packages:
         return f"apt-get install --no-install-recommends {' '.join(sorted(packages))}"
-    if shutil.which("go") or all(kubelet_path(version).exists() for version in versions):
+    if shutil.which("go") or all(kubelet_path(version).exists() for version in VERSIONS):
         return None
     return "building the kubelet needs Go 1.21 or newer (golang-go of bookworm-backports)"
 
@@ -144,17 +143,30 @@ class Process:
     def alive(self) -> bool:
         return self._entered.poll() is None
 
-    def signal(self, number: signal.Signals, timeout: float = 15) -> None:
+    def signal(self, number: signal.Signals) -> None:
         """Send a signal and wait for the end."""
         if self.alive:
             os.kill(self.pid, number)
-        self._entered.wait(timeout)
+        self._entered.wait(15)
 
     @property
     def status(self) -> int:
         """Return how it ended: exit status, or the signal's number negated."""
         assert self._entered.returncode is not None, "it has not ended"
         return self._entered.returncode
+
+
+def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
+    """Return a socket that is made in a process's network namespace, and works from here."""
+
+    def enter() -> socket.socket:  # a namespace is a thread's own
+        with open(f"/proc/{pid}/ns/net", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(enter).result()
 
 
 def _child_of(pid: int) -> int | None:
@@ -304,30 +316,20 @@ class Machine:
             output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             return Process(subprocess.Popen(self._entering(argv), env=env, **output), log)
 
-    def run(self, argv: Sequence[str], timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
         streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        return subprocess.run(self._entering(argv), timeout=timeout, **streams)
+        return subprocess.run(self._entering(argv), timeout=30, **streams)
 
     def connect(self, port: int) -> socket.socket:
         """Connect to the machine's loopback device."""
-        return self._in_network(lambda: socket.create_connection(("127.0.0.1", port), timeout=10))
+        return in_network(
+            self._init_pid, lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
+        )
 
     def listen(self, port: int) -> socket.socket:
         """Listen on the machine's loopback device."""
-        return self._in_network(lambda: socket.create_server(("127.0.0.1", port)))
-
-    def _in_network(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """Return a socket that is made in the machine's network namespace, and works from here."""
-
-        def enter() -> socket.socket:  # a namespace is a thread's own
-            with open(f"/proc/{self._init_pid}/ns/net", "rb") as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return make()
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(enter).result()
+        return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     def _fake_numa(self, nodes: int) -> Path:
         """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""
@@ -421,23 +423,19 @@ class Containerd:
         self._binary = shutil.which("containerd", path=self._env["PATH"]) or "containerd"
         self._ctr = shutil.which("ctr", path=self._env["PATH"]) or "ctr"
         self.images: list[Path] = []  # archives of further ones, for the next start
-        self.runtime: Path | None = None  # a program that stands before runc, for the next start
         self.process: Process | None = None
 
-    def start(self, timeout: float = 30) -> None:
+    def start(self) -> None:
+        """Start it, and wait until it answers; the first time, import the images."""
         assert self.process is None or not self.process.alive, "it runs already"
         config = self.machine.scratch / "containerd.toml"
-        config.write_text(self.config())
+        config.write_text(self._config())
         self.process = self.machine.spawn(
             [self._binary, "--config", str(config)],
             self.machine.logs / "containerd.log",
             env=self._env,
         )
-        self.prepare(timeout)
-
-    def prepare(self, timeout: float = 30) -> None:
-        """Wait until it answers; the first time, import the images."""
-        wait_until(self._answers, "containerd's socket", timeout)
+        wait_until(self._answers, "containerd's socket", 30)
         archive = self.machine.scratch / "image.tar"
         if not archive.exists():
             archive.write_bytes(image_archive(IMAGE, busybox_layer()))
@@ -458,38 +456,30 @@ class Containerd:
                 return False
         return True
 
-    def ctr(self, *argv: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def ctr(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run containerd's own client, in the namespace of the kubelet's containers."""
-        done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv], timeout)
+        done = self.machine.run([self._ctr, "--namespace", "k8s.io", *argv])
         if done.returncode != 0 and argv[:2] != ("tasks", "exec"):
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
         return done
 
-    def config(self) -> str:
+    def _config(self) -> str:
         """Return the defaults, but for the pause image and what a restricted root may not do."""
         said = subprocess.check_output([self._binary, "--version"], text=True)
         found = re.search(r" v?(\d+)\.(\d+)\.\d+", said)
         assert found is not None, f"containerd --version: {said}"
         if int(found[1]) >= 2:
-            plugin = "[plugins.'io.containerd.cri.v1.runtime'"
             lines = ["version = 3", "[plugins.'io.containerd.cri.v1.images'.pinned_images]"]
-            lines += [f"sandbox = '{IMAGE}'", f"{plugin}]"]
+            lines += [f"sandbox = '{IMAGE}'", "[plugins.'io.containerd.cri.v1.runtime']"]
         else:
-            plugin = "[plugins.'io.containerd.grpc.v1.cri'"
-            lines = ["version = 2", f"{plugin}]", f"sandbox_image = '{IMAGE}'"]
+            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
+            lines.append(f"sandbox_image = '{IMAGE}'")
             if (int(found[1]), int(found[2])) >= (1, 7):
                 lines.append("enable_cdi = true")  # the default of 2.0
 
         if not _has_capability(_CAP_SYS_RESOURCE):  # runc fails: pods want less than our own
             lines.append("restrict_oom_score_adj = true")
 
-        if self.runtime is not None:
-            lines += [
-                f"{plugin}.containerd.runtimes.runc]",
-                "runtime_type = 'io.containerd.runc.v2'",
-            ]
-            lines += [f"{plugin}.containerd.runtimes.runc.options]"]
-            lines.append(f"BinaryName = '{self.runtime}'")
         return "\n".join(lines) + "\n"
 
 
@@ -580,16 +570,15 @@ def _store(blobs: dict[str, bytes], content: bytes, media_type: str) -> JSON:
 
 def pod(
     name: str,
-    resources: Mapping[str, int] | None = None,
+    resources: Mapping[str, int],
     *,
     containers: int = 1,
     command: Sequence[str] | None = None,
     restart: str = "Always",
     image: str = IMAGE,
-    selector: Mapping[str, str] | None = None,
 ) -> JSON:
     """Return a manifest: containers main, main-1, … that each ask for these resources and sleep."""
-    wanted = {resource: str(count) for resource, count in (resources or {}).items()}
+    wanted = {resource: str(count) for resource, count in resources.items()}
     container: JSON = {
         "image": image,
         "imagePullPolicy": "Never",
@@ -602,7 +591,6 @@ def pod(
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": 1,
         "enableServiceLinks": False,
-        "nodeSelector": dict(selector or {}),
         "containers": [
             {"name": f"main-{n}" if n else "main"} | container for n in range(containers)
         ],
@@ -708,20 +696,16 @@ class Kubelet:
         """Set keys of its configuration, from the next start on."""
         self._config |= keys
 
-    def start(self, timeout: float = 60) -> None:
+    def start(self) -> None:
         """Start it, again or for the first time, and wait until it answers."""
-        self.spawn()
-        self.wait_ready(timeout)
-
-    def spawn(self) -> None:
-        """Start it and do not wait."""
         assert self.process is None or not self.process.alive, "it runs already"
         self._starts += 1
         self._hang_up()
-        self._stale_socket = self.socket_identity()
-        self.process = self.machine.spawn(self.command(), self.log)
+        self._stale_socket = self._socket_identity()
+        self.process = self.machine.spawn(self._command(), self.log)
+        wait_until(self._ready, f"kubelet {self.version} to answer", 60)
 
-    def command(self) -> list[str]:
+    def _command(self) -> list[str]:
         """Write its configuration; return the command that starts it with that."""
         Path(self._config["staticPodPath"]).mkdir(exist_ok=True)
         config = self.machine.scratch / "kubelet.json"
@@ -744,20 +728,17 @@ class Kubelet:
         kubeconfig.write_text(json.dumps(config))
         return [f"--kubeconfig={kubeconfig}", f"--node-ip={NODE_ADDRESS}"]
 
-    def wait_ready(self, timeout: float = 60) -> None:
-        """Wait until it answers on its port and takes registrations."""
-        wait_until(self._ready, f"kubelet {self.version} to answer", timeout)
-
     def _ready(self) -> bool:
+        """Return whether it answers on its port and takes registrations."""
         if self.process is not None and not self.process.alive:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
             is_healthy = self.get("/healthz") == b"ok"
         except OSError:
             return False
-        return is_healthy and self.socket_identity() not in (None, self._stale_socket)
+        return is_healthy and self._socket_identity() not in (None, self._stale_socket)
 
-    def socket_identity(self) -> int | None:
+    def _socket_identity(self) -> int | None:
         """Return what tells this start's registration socket from the one that the last left."""
         try:
             return (self.device_plugin_dir / "kubelet.sock").stat().st_ctime_ns
@@ -805,15 +786,11 @@ class Kubelet:
             self._connection.close()
             self._connection = None
 
-    def logged(self, pattern: str) -> list[tuple[float, str]]:
-        """Return the lines of this start's log that match, each with its Unix time."""
-        said = re.findall(rf"^.*{pattern}.*$", self.log.read_text(errors="replace"), re.MULTILINE)
-        return [(_klog_time(line), line) for line in said]
-
-    def wait_logged(self, pattern: str, timeout: float = 30) -> tuple[float, str]:
-        """Wait until this start's log has a line that matches; the first, with its Unix time."""
-        what = f"the kubelet to log {pattern!r}"
-        return wait_until(lambda: self.logged(pattern), what, timeout)[0]
+    def wait_logged(self, text: str) -> None:
+        """Wait until this start's log has a text."""
+        wait_until(
+            lambda: text in self.log.read_text(errors="replace"), f"the kubelet to log {text!r}", 30
+        )
 
     # Pods
 
@@ -850,43 +827,34 @@ class Kubelet:
         found = self.get_pod(name)
         return dict(found["status"]) if found else {}
 
-    def rejection(self, name: str) -> str | None:
-        """Return why the kubelet refused the pod ("reason: message"), or None if it did not."""
-        return refusal(self.pod_status(name))
-
     def running(self, name: str) -> bool:
         """Return whether each of its containers runs."""
         found = self.get_pod(name)
         return found is not None and all_run(found)
 
-    def wait_running(self, name: str, timeout: float = 30) -> None:
+    def wait_running(self, name: str) -> None:
         def probe() -> bool:
-            if refused := self.rejection(name):
+            if refused := refusal(self.pod_status(name)):
                 raise AssertionError(f"pod {name} was refused: {refused}")
             return self.running(name)
 
-        wait_until(probe, f"pod {name} to run", timeout)
+        wait_until(probe, f"pod {name} to run", 30)
 
-    def wait_rejected(self, name: str, timeout: float = 30) -> str:
-        """Wait until the pod is refused; return the reason."""
-        return wait_until(lambda: self.rejection(name), f"pod {name} to be refused", timeout)
-
-    def container_id(self, name: str, container: str = "main") -> str:
+    def container_id(self, name: str) -> str:
+        """Return the ID of a pod's container main."""
         for state in self.pod_status(name).get("containerStatuses", ()):
-            if state["name"] == container:
+            if state["name"] == "main":
                 return str(state["containerID"]).removeprefix("containerd://")
-        raise LookupError(f"pod {name} has no container {container}")
+        raise LookupError(f"pod {name} has no container main")
 
-    def exec(
-        self, name: str, argv: Sequence[str], container: str = "main"
-    ) -> subprocess.CompletedProcess[str]:
+    def exec(self, name: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container, and again if its output does not come to its end.
 
         A process that ends at once can be gone before containerd has copied what it wrote.
         """
         end = uuid.uuid4().hex
         script = f'"$@"; status=$?; printf {end}; printf {end} >&2; exit $status'
-        identity = self.container_id(name, container)
+        identity = self.container_id(name)
         for _ in range(10):
             command = ("tasks", "exec", "--exec-id", uuid.uuid4().hex, identity)
             done = self.containerd.ctr(*command, "sh", "-c", script, "sh", *argv)
@@ -896,10 +864,10 @@ class Kubelet:
                 return done
         raise RuntimeError(f"{' '.join(argv)} in {name}: no whole output in ten attempts: {done}")
 
-    def logs(self, name: str, container: str = "main") -> str:
-        """Return what a container has written, with the runtime's time stamps."""
+    def logs(self, name: str) -> str:
+        """Return what a pod's container main has written, with the runtime's time stamps."""
         where = self.machine.path("/var/log/pods")
-        files = sorted(where.glob(f"default_{name}{self._suffix}_*/{container}/*.log"))
+        files = sorted(where.glob(f"default_{name}{self._suffix}_*/main/*.log"))
         return "".join(file.read_text(errors="replace") for file in files)
 
     # Devices
@@ -939,16 +907,6 @@ class Kubelet:
     def wait_allocatable(self, resource: str, devices: set[str]) -> None:
         what = f"{resource} to be {sorted(devices)}"
         wait_until(lambda: self.allocatable(resource) == devices, what, 30)
-
-    def socket_appeared(self) -> float:
-        """Return when the registration socket was made: Unix time, in steps of a few ms."""
-        return (self.device_plugin_dir / "kubelet.sock").stat().st_mtime
-
-
-def _klog_time(line: str) -> float:
-    """Return the Unix time of "I1121 12:54:07.123456   4711 manager.go:317] …", a local time."""
-    year = datetime.datetime.now().year
-    return datetime.datetime.strptime(f"{year}{line[1:21]}", "%Y%m%d %H:%M:%S.%f").timestamp()
 
 
 if __name__ == "__main__":  # build the kubelets, which takes minutes the first time

@@ -14,12 +14,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +47,7 @@ N300 = "tenstorrent.com/n300"
 # The first cards' numbers: fuse, loop-control, cpuid of two processors, autofs, btrfs-control. To
 # open them takes no capability, as with a Tenstorrent card. runc lets all containers open tun.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
+FORBIDDEN = "Operation not permitted"  # what a container has of all other numbers
 
 
 # --- What is tested -------------------------------------------------------------------------------
@@ -71,28 +70,14 @@ def stale_zipapp() -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """The zipapp, or where there is none the sources, of which copies are installed on machines."""
+    """The zipapp, of which copies are installed on machines."""
 
-    zipapp: bool
-
-    def has_option(self, flag: str) -> bool:
-        """Return whether the program knows an option."""
-        program = str(ZIPAPP if self.zipapp else ROOT / "ttdp.py")
-        command = [sys.executable, program, "run", "--help"]
-        return flag in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def install(self, directory: Path) -> list[str]:
-        """Replace the old one in one step, as dpkg does; return the command."""
+    def install(self, directory: Path) -> Path:
+        """Replace the old one in one step, as dpkg does; return the new one."""
         directory.mkdir(parents=True, exist_ok=True)
-        file = ZIPAPP if self.zipapp else ROOT / "ttdp.py"
-        shutil.copy2(file, directory / ".new")
-        (directory / ".new").rename(directory / file.name)
-        if self.zipapp:
-            return [str(directory / file.name)]
-        shutil.copytree(ROOT / "generated", directory / "generated", dirs_exist_ok=True)
-        return [sys.executable, str(directory / file.name)]
+        shutil.copy2(ZIPAPP, directory / ".new")
+        return (directory / ".new").rename(directory / ZIPAPP.name)
 
 
 class Daemon:
@@ -103,7 +88,6 @@ class Daemon:
     ) -> None:
         """interval: seconds between two polls; the default is the daemon's own."""
         self.process: Process | None = None
-        self.starting: Callable[[], object] = lambda: None  # called at a start, before READY=1
         self.log = machine.logs / "tt-device-plugin.log"
         self.log.unlink(missing_ok=True)  # of another one, which has ended
         self._machine = machine
@@ -144,14 +128,13 @@ class Daemon:
             "PYTHONPYCACHEPREFIX": str(self._cache),
         }
         # Nice as in the unit: a kubelet that starts takes all the processors that it can get.
-        command = ["nice", "-n-10", *self._command, "run", f"--config-file={self._config}"]
+        command = ["nice", "-n-10", str(self._command), "run", f"--config-file={self._config}"]
 
         def is_ready() -> bool:
             return any("READY=1" in note.text.splitlines() for note in manager.receive())
 
         with contextlib.closing(manager):
             self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
-            self.starting()
             wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n", 30)
 
     def stop(self) -> None:
@@ -180,11 +163,11 @@ _names = itertools.count(1)
 
 Outcome = str  # what became of a pod: RUNNING, or why the kubelet refused it
 RUNNING: Outcome = "running"
-N = TypeVar("N", bound="Site")
+N = TypeVar("N", bound="Node")
 
 
-class Site:
-    """A running kubelet with its machine; cards and daemon are made anew for each test."""
+class Node:
+    """A running kubelet with its machine; cards, daemon and pods are made anew for each test."""
 
     def __init__(
         self,
@@ -195,8 +178,6 @@ class Site:
         config: JSON | None = None,
         containerd: Path | None = None,
         images: Sequence[Path] = (),
-        machine: Machine | None = None,
-        kubelet: type[Kubelet] = Kubelet,
     ) -> None:
         """Args:
         static_pods: else an API server has the pods; config: the kubelet's; containerd: a
@@ -204,12 +185,12 @@ class Site:
         """
         self.version = version
         self.program = program
-        self.machine = machine or Machine(numa_nodes=2)
+        self.machine = Machine(numa_nodes=2)
         self.containerd = Containerd(self.machine, containerd)
         self.containerd.images += images
         self.api = None if static_pods else ApiServer()
         api_server = None if static_pods else f"http://127.0.0.1:{PORT}"
-        self.kubelet = kubelet(
+        self.kubelet = Kubelet(
             version, self.machine, self.containerd, config=config, api_server=api_server
         )
         self._boot = ""
@@ -217,6 +198,9 @@ class Site:
         self._cards: SimulatedNode | None = None
         self._hugepages = 0  # of 2 MiB, in a hugetlbfs of the machine's
         self._ticker = contextlib.ExitStack()
+        self._dead: set[str] = set()  # containers of former boots
+        self._pods: list[str] = []
+        self._going: list[str] = []
 
     def __enter__(self: N) -> N:
         try:
@@ -325,25 +309,6 @@ class Site:
         for resource, devices in (by_resource if expected is None else expected).items():
             self.kubelet.wait_allocatable(resource, devices)
 
-    def wait_status(self, expected: Mapping[str, tuple[int, int]]) -> None:
-        """Wait until the node's status has these capacities and allocatable counts."""
-
-        def found() -> dict[str, tuple[int, int]]:
-            assert self.api is not None
-            status = self.api.node(NODE_NAME).get("status", {})
-            capacity, allocatable = status.get("capacity", {}), status.get("allocatable", {})
-            return {
-                name: (int(capacity.get(name, 0)), int(allocatable.get(name, 0)))
-                for name in expected
-            }
-
-        wait_until(lambda: found() == expected, lambda: f"{expected}, not {found()}", 30)
-
-    def label(self, labels: Mapping[str, str]) -> None:
-        """Give the node these labels, as nfd-master does."""
-        assert self.api is not None
-        self.api.patch(f"/api/v1/nodes/{NODE_NAME}", {"metadata": {"labels": dict(labels)}})
-
     def last_words(self) -> str:
         """Return the end of the daemon's and of the kubelet's log."""
         return f"{tail(self._daemon.log) if self._daemon else ''}\n{tail(self.kubelet.log)}"
@@ -352,17 +317,6 @@ class Site:
         """Return the major and minor number of a chip's device file as it is now."""
         status = os.stat(self.cards.chip(bdf).device_node)
         return os.major(status.st_rdev), os.minor(status.st_rdev)
-
-
-class Node(Site):
-    """Such a site, with pods."""
-
-    def __init__(self, version: str, program: Program, **others: Any) -> None:
-        """`others`: of Site."""
-        super().__init__(version, program, **others)
-        self._dead: set[str] = set()  # containers of former boots
-        self._pods: list[str] = []
-        self._going: list[str] = []
 
     def clear(self) -> None:
         """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
@@ -424,13 +378,6 @@ class Node(Site):
         self.kubelet.configure(**config)
         self.kubelet.start()
 
-    def registration_delay(self, resource: str, devices: int) -> float:
-        """Return seconds from a kubelet's socket to so many devices, after its start."""
-        counted = f'"Processed device updates for resource" resourceName="{resource}"'
-        counted += rf" totalCount=\d+ healthyCount={devices}"
-        allocatable, _ = self.kubelet.wait_logged(counted)
-        return allocatable - self.kubelet.socket_appeared()
-
     # Pods
 
     def run(self, resources: Mapping[str, int], *, user: int | None = None, **others: Any) -> str:
@@ -456,7 +403,9 @@ class Node(Site):
         self.kubelet.wait_running(name)
         return name
 
-    def outcome(self, name: str, timeout: float = 30) -> Outcome:
+    def outcome(self, name: str) -> Outcome:
+        """Wait until a pod runs or is refused; return which."""
+
         def probe() -> Outcome | None:
             found = self.find(name)
             # An API server shows the containers of before the reboot until the kubelet reports
@@ -465,21 +414,19 @@ class Node(Site):
                 return RUNNING
             return refusal(found["status"]) if found else None
 
-        return wait_until(probe, f"pod {name} to run or be refused", timeout)
+        return wait_until(probe, f"pod {name} to run or be refused", 30)
 
-    def devices(self, resource: str, name: str, container: str = "main") -> set[str]:
-        """Return the IDs that a container of the pod has."""
-        return self.kubelet.assigned(resource).get((name, container), set())
+    def devices(self, resource: str, name: str) -> set[str]:
+        """Return the IDs that the pod's container has."""
+        return self.kubelet.assigned(resource).get((name, "main"), set())
 
-    def inside(
-        self, name: str, *argv: str, container: str = "main"
-    ) -> subprocess.CompletedProcess[str]:
+    def inside(self, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod's container."""
-        return self.kubelet.exec(name, argv, container)
+        return self.kubelet.exec(name, argv)
 
-    def device_files(self, name: str, container: str = "main") -> set[str]:
+    def device_files(self, name: str) -> set[str]:
         """Return the cards' device files in a pod's container."""
-        found = self.inside(name, "ls", "-A", "/dev/tenstorrent", container=container).stdout
+        found = self.inside(name, "ls", "-A", "/dev/tenstorrent").stdout
         return {f"/dev/tenstorrent/{each}" for each in found.split()}
 
     def open_inside(self, name: str, path: str) -> str:

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -179,6 +179,12 @@ class Podman:
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     command = ["promtool", *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+
+
+def labelled(name: str, labels: Mapping[str, str]) -> str:
+    """Return a series as PromQL writes it; a label without a value is none."""
+    pairs = (f"{key}={json.dumps(value)}" for key, value in labels.items() if value)
+    return f"{name}{{{','.join(pairs)}}}"
 
 
 def device_numbers(container: JSON) -> dict[str, tuple[int, int]]:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import ttdp
-from tests.e2e.readers import promtool
+from tests.e2e.readers import labelled, promtool
 from tests.world.processes import ROOT
 
 FILES = [ROOT / f"packaging/deb/tt-device-plugin.{name}.yml" for name in ("rules", "idle-rules")]
@@ -277,11 +277,6 @@ class Cell(NamedTuple):
         labels |= {key: target[key] for key in ("cluster", "job", "instance")}
         labels |= dict(label.split("=") for label in case.labels.split())
         return {"exp_labels": {k: v for k, v in labels.items() if v}, "exp_annotations": texts}
-
-
-def labelled(name: str, labels: Mapping[str, str]) -> str:
-    pairs = (f"{key}={json.dumps(value)}" for key, value in labels.items() if value)
-    return f"{name}{{{','.join(pairs)}}}"
 
 
 def notation(values: Sequence[float | None]) -> str:

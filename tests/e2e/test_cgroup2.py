@@ -1,12 +1,7 @@
-"""Nodes with cgroup v2, as they are today: cgroups made by systemd, containerd 2, user namespaces.
-
-CGROUP2=all runs them on former releases of Debian, too, with what their containerd can do, and
-CGROUP2='trixie-systemd bookworm-cgroupfs' on these.
-"""
+"""A node of today: cgroup v2, cgroups made by systemd, containerd 2, user namespaces."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +9,8 @@ import pytest
 
 from tests.e2e import cgroup2, vm
 from tests.e2e.conftest import Told
-from tests.e2e.container import Missing
+from tests.e2e.container import optional
 
-CHOSEN = os.environ.get("CGROUP2", cgroup2.TODAY.name).split()
-RELEASES = [each for each in cgroup2.RELEASES if CHOSEN == ["all"] or each.name in CHOSEN]
 STRATEGIES = ("files", "cdi")  # how devices are given
 JSON = dict[str, Any]
 
@@ -25,8 +18,7 @@ JSON = dict[str, Any]
 class Node:
     """What cgroup2_guest.py has seen on a node, by step."""
 
-    def __init__(self, release: cgroup2.Release, steps: vm.Steps) -> None:
-        self.release = release
+    def __init__(self, steps: vm.Steps) -> None:
         self._steps = steps
 
     def __getitem__(self, name: str) -> JSON:
@@ -35,27 +27,12 @@ class Node:
         assert "failed" not in found, found["failed"]
         return found
 
-    def require(self, *abilities: str) -> None:
-        """Skip the test if this release's containerd lacks something."""
-        if missing := [each for each in abilities if each not in self.release.abilities]:
-            pytest.skip(f"NOT RUN: containerd of {self.release.suite}: {', '.join(missing)}")
 
-    def require_strategy(self, strategy: str) -> None:
-        if strategy == "cdi":
-            self.require("cdi")
-
-    def require_private_pages(self) -> None:
-        if not self["pages"]["private"]:
-            pytest.skip("NOT RUN: the program has no option --hugepages")
-
-
-@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
-def node(request: pytest.FixtureRequest, deb: Path) -> Node:
-    script = Path(__file__).with_name("cgroup2_guest.py")
-    try:
-        return Node(request.param, vm.steps(cgroup2.run(request.param, deb, script)))
-    except Missing as reason:
-        pytest.skip(f"NOT RUN: {reason}")
+@pytest.fixture(scope="module")
+def node(deb: Path) -> Node:
+    with optional():
+        said = cgroup2.run(deb, Path(__file__).with_name("cgroup2_guest.py"))
+    return Node(vm.steps(said))
 
 
 def all_opened(lines_by_pod: dict[str, list[str]]) -> bool:
@@ -76,7 +53,6 @@ def test_the_node_has_version_2_only(node: Node, told: Told) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_containers_get_their_devices(node: Node, strategy: str) -> None:
     """Each pod's container finds the device file of its chip only, and can open it."""
-    node.require_strategy(strategy)
     found = node[strategy]
     assert len(found["opened"]) == 2 and all_opened(found["opened"])
     assert all(found["own files"].values()), found
@@ -94,8 +70,7 @@ def test_hand_overs_do_not_wait(node: Node) -> None:
 def test_a_pods_successor_starts_after_its_last_process(node: Node, told: Told) -> None:
     """The kubelet passes on the devices of a pod that runs; the container starts at its end."""
     found = node["forced"]
-    prefix = {"systemd": "kubepods.slice/", "cgroupfs": "kubepods/"}[node.release.driver]
-    assert found["cgroup"].startswith(prefix)
+    assert found["cgroup"].startswith("kubepods.slice/")
     assert found["given too early"], "the kubelet waited by itself"
     assert found["later"] > 0 and found["waits"] > 0
     told(f"it started {found['later']} s after the last process")
@@ -114,22 +89,7 @@ def test_kubelet_and_daemon_are_killed_together(node: Node, told: Told) -> None:
     told(f"the daemon was ready {found['daemon before kubelet']} s before the kubelet started")
 
 
-def test_a_kubelet_that_starts_without_its_checkpoint(node: Node) -> None:
-    """No pod is killed, and the next pod gets a chip that no pod holds."""
-    found = node["lost_checkpoint"]
-    assert found["same"] and all_opened(found["opened"])
-    assert found["given"] not in found["theirs"], found
-
-
 # --- Access ---------------------------------------------------------------------------------------
-
-RELOADS = ("daemon-reload", "daemon-reexec", "installed again")
-
-
-def assert_access_survives(found: JSON) -> None:
-    for name in RELOADS:
-        assert found[name]["status"] == "0" and all_opened(found[name]["opened"]), (name, found)
-    assert found["same"]
 
 
 def test_access_survives_systemd(node: Node) -> None:
@@ -142,13 +102,12 @@ def test_access_survives_systemd(node: Node) -> None:
     for name in ("daemon-reload", "daemon-reexec", "installed again"):
         assert found[name]["status"] == "0" and all_opened(found[name]["opened"]), (name, found)
     assert found["same"]
-    assert len(found["daemon-reload"]["opened"]) == (4 if "cdi" in node.release.abilities else 2)
+    assert len(found["daemon-reload"]["opened"]) == 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_containers_take_turns(node: Node, strategy: str) -> None:
     """Two containers on one shared chip see each other's locks, one with users of its own, too."""
-    node.require_strategy(strategy)
     found = node[f"{strategy} locks"]
     assert found["chips"] == ["0000:00:15.0"] and found["taken"], found
 
@@ -156,7 +115,6 @@ def test_containers_take_turns(node: Node, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_pod_with_its_own_users(node: Node, strategy: str) -> None:
     """It has its device file and the variables, as all others have."""
-    node.require("users")
     found = node[strategy]
     inside, outside, _ = map(int, found["uid map"])
     assert inside == 0 and outside > 0
@@ -171,11 +129,10 @@ def test_renumbered_chips(node: Node, told: Told, strategy: str) -> None:
     With users of its own and a device file it has no chip, but not another pod's either: runc binds
     the host's file at the container's path there, and not the link by PCI address.
     """
-    node.require_strategy(strategy)
     first, second = node[f"{strategy} renumbered"]["pods"]
     assert first["restarted"] == "running" and first["own file"], first
     assert first["lines"][-1] == "opened", first
-    if strategy == "files" and "users" in node.release.abilities:
+    if strategy == "files":
         assert second["restarted"] != "running" or "opened" not in second["lines"], second
         told(f"with its own users: {second}")
     else:
@@ -186,53 +143,11 @@ def test_renumbered_chips(node: Node, told: Told, strategy: str) -> None:
 # --- Hugepages ------------------------------------------------------------------------------------
 
 
-def test_directories_for_hugepages(node: Node) -> None:
-    """In its sandbox, as root without capabilities, the daemon makes one for each device."""
-    node.require_private_pages()
-    directories = node["pages"]["directories"]
-    assert directories.pop("/dev/hugepages/tt-device-plugin") == "700 0:0"
-    assert len(directories) >= 5 and set(directories.values()) == {"777 0:0"}, directories
-
-
-def kinds(node: Node) -> list[str]:
-    return ["root", "user", *(["own users"] if "users" in node.release.abilities else [])]
-
-
 def test_pods_do_not_see_each_others_pages(node: Node) -> None:
     """Each starts with an empty directory, and has its own file in it, whatever its user."""
-    node.require_private_pages()
-    found = node["pages"]
-    for kind in kinds(node):
+    found, kinds = node["pages"], ("root", "user", "own users")
+    for kind in kinds:
         assert "files: " in found[kind] and "clean page" in found[kind], found[kind]
         assert found[f"files of {kind}"] == ["tenstorrent"]
     before, with_pods = found["free"]
-    assert with_pods == before - len(kinds(node))
-
-
-def test_pages_return_without_a_successor(node: Node, told: Told) -> None:
-    """Within a minute of the end of a pod that was killed."""
-    node.require_private_pages()
-    assert node["pages"]["back after"] < 60
-    told(f"after {node['pages']['back after']} s")
-
-
-def test_pages_outlive_a_container_but_not_its_pod(node: Node) -> None:
-    """A container that starts again has its pod's pages; the next pod with that chip has none."""
-    node.require_private_pages()
-    found = node["pages"]
-    assert "dirty page" in found["restarted"]
-    assert found["same chip"]
-    assert "files: " in found["successor"] and "clean page" in found["successor"]
-
-
-def test_a_directory_that_a_container_has_closed(node: Node) -> None:
-    """The daemon, which has no capability, renames it away; the device gets a new one."""
-    node.require_private_pages()
-    found = node["closed pages"]
-    chip = found["chip"]
-    assert found["before"][chip] == "700 4711:0" and found["after"][chip] == "777 0:0"
-    [left] = found["after"].keys() - found["before"].keys()
-    assert found["after"][left] == "700 4711:0"
-    assert any(left in line for line in found["check"]), found["check"]
-    assert found["next chip"] == chip
-    assert "files: " in found["next"] and "clean page" in found["next"], found["next"]
+    assert with_pods == before - len(kinds)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import VERSIONS, Machine
-from tests.e2e.node import N300, RUNNING, Node, Program
+from tests.e2e.machine import Machine
+from tests.e2e.node import Program
 from tests.e2e.readers import Alone, judge, labels_by_nfd
 from tests.world.processes import wait_until
 
@@ -81,20 +81,6 @@ def test_labels_of_a_node_are_valid(host: LabelsHost, name: str) -> None:
     assert shown == ["tt-device-plugin"]
 
 
-@pytest.mark.parametrize(
-    "text", ["a" * 300, "1.2.3 (beta)\nevil=true", "-1.2-", "½.0.0.0", "#1.0", "..", "=", " "]
-)
-def test_labels_are_valid_whatever_firmware_and_driver_report(host: LabelsHost, text: str) -> None:
-    """No version can make a label that is refused, or one of another domain."""
-    (chip,) = host.cards.add("n300")
-    chip.write("tt_fw_bundle_ver", f"{text}\n".encode())
-    host.cards.root.joinpath("sys/module/tenstorrent/version").write_text(f"{text}\n")
-    host.start()
-    labels = host.labels()
-    assert judged(labels) == "" and labels[f"{DOMAIN}/n300.count"] == "1"
-    assert all(key.startswith(f"{DOMAIN}/") for key in labels)
-
-
 def test_the_judges_object(tmp_path: Path) -> None:
     """Values that are too long or have a blank, and names with two slashes, are found."""
     assert "no more than 63" in judged({f"{DOMAIN}/firmware.version": "1" * 64})
@@ -102,22 +88,3 @@ def test_the_judges_object(tmp_path: Path) -> None:
     assert "a qualified name" in judged({f"{DOMAIN}/n300/count": "1"})
     (tmp_path / "file").write_text(f"{DOMAIN}/bad key=1\n{DOMAIN}/good=1\n.hidden\n")
     assert labels_by_nfd(tmp_path, "-label-sources=local") == {f"{DOMAIN}/good": "1"}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_pods_select_nodes_by_them(program: Program, version: str) -> None:
-    """A pod whose nodeSelector fits the labels is admitted, and another one is refused."""
-    with Node(version, program, static_pods=False) as node:
-        node.machine.path(DIRECTORY).mkdir()
-        node.cards.add("n300")
-        node.start_daemon(config=f'labels_dir = "{DIRECTORY}"')
-        features = node.machine.path(f"{DIRECTORY}/tt-device-plugin")
-        wait_until(features.exists, "the feature file")
-        node.kubelet.stop()
-        node.label(labels_by_nfd(features.parent, "-label-sources=local"))
-        node.kubelet.start()  # it has read its node's labels before it admits a pod
-        node.wait_complete()
-        fitting = {f"{DOMAIN}/arch.wormhole": "true", f"{N300}.count": "1"}
-        assert node.outcome(node.run({N300: 1}, selector=fitting)) == RUNNING
-        for label in ({f"{N300}.count": "8"}, {f"{DOMAIN}/arch.blackhole": "true"}):
-            assert "NodeAffinity" in node.outcome(node.run({}, selector=fitting | label))

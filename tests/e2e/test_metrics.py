@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.machine import Machine
 from tests.e2e.node import Program
-from tests.e2e.readers import Alone, promtool
+from tests.e2e.readers import Alone, labelled, promtool
 from tests.world.processes import wait_until
 
 TEXTFILES = "/var/lib/prometheus/node-exporter"
@@ -56,32 +56,16 @@ def host(machine: Machine, program: Program) -> Iterator[MetricsHost]:
         yield host
 
 
-def test_promtool_has_no_objection(host: MetricsHost) -> None:
-    """`promtool check metrics` has no remark on a name, a unit or a help text."""
-    file = host.machine.path(FILE)
-    wait_until(file.exists, "the file", 20)
-    done = promtool("check", "metrics", text=file.read_text())
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    wrong = "# HELP a_total What.\n# TYPE a_total gauge\na_total 1\n"
-    assert "should not" in promtool("check", "metrics", text=wrong).stderr
-
-
 def test_node_exporter_shows_the_whole_file(host: MetricsHost) -> None:
-    """Each metric is there, with the time of writing; a dead chip has a fault while it lasts."""
-    chip = host.cards.chips[0]
-    healthy = f'tt_device_healthy{{device="{chip.bdf}"}} %d'
-    host.wait_scraped(healthy % 1, "node_textfile_scrape_error 0")
+    """Each metric is there, with the time of writing."""
+    healthy = f'tt_device_healthy{{device="{host.cards.chips[0].bdf}"}} 1'
+    host.wait_scraped(healthy, "node_textfile_scrape_error 0")
     lines = host.machine.path(FILE).read_text().splitlines()
     names = {re.split("[ {]", line)[0] for line in lines if line[0] != "#"}
     shown = host.scrape()
     found = {re.split("[ {]", line)[0] for line in shown.splitlines() if line.startswith("tt_")}
     assert names == found
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
-    chip.die()
-    host.wait_scraped(healthy % 0, f'tt_device_fault{{device="{chip.bdf}",kind="no_response"}} 1')
-    chip.revive()
-    host.wait_scraped(healthy % 1)
-    assert "\ntt_device_fault" not in host.scrape()
 
 
 QUERIES = [
@@ -94,10 +78,6 @@ count by (cluster, board) (
 ]
 
 
-def series(name: str, **labels: str) -> str:
-    return f"{name}{{{','.join(f'{key}={json.dumps(value)}' for key, value in labels.items())}}}"
-
-
 def test_the_query_for_free_chips(tmp_path: Path) -> None:
     """It counts by board and cluster, in two clusters with the same nodes and addresses."""
     values: dict[str, str] = {}
@@ -106,18 +86,19 @@ def test_the_query_for_free_chips(tmp_path: Path) -> None:
             place = {"cluster": cluster, "instance": "node-1", "device": f"0000:0{number}:00.0"}
             healthy = "1x15 0x15" if (cluster, number) == ("east", 1) else "1x30"
             name = f"tenstorrent.com/{board}"
-            values[series("tt_device_info", board=board, resource=name, **place)] = "1x30"
-            values[series("tt_device_healthy", **place)] = healthy
+            info = {"board": board, "resource": name, **place}
+            values[labelled("tt_device_info", info)] = "1x30"
+            values[labelled("tt_device_healthy", place)] = healthy
             if number == 2:  # another one is excluded
                 place["device"] = "0000:09:00.0"
-                values[series("tt_device_info", board=board, **place)] = "1x30"
-                values[series("tt_device_healthy", **place)] = "1x30"
+                values[labelled("tt_device_info", {"board": board, **place})] = "1x30"
+                values[labelled("tt_device_healthy", place)] = "1x30"
             if (cluster, number) == ("west", 0):
-                values[series("tt_device_allocated", pod_name="train", **place)] = "1x30"
+                values[labelled("tt_device_allocated", {"pod_name": "train", **place})] = "1x30"
 
     def free(minute: int, **boards: int) -> dict[str, object]:
         samples = [
-            {"labels": series("", cluster=name[:4], board=name[5:]), "value": count}
+            {"labels": labelled("", {"cluster": name[:4], "board": name[5:]}), "value": count}
             for name, count in boards.items()
         ]
         return {"expr": QUERIES[0], "eval_time": f"{minute}m", "exp_samples": samples}

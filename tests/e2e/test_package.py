@@ -6,13 +6,11 @@ The tests run in the order of this file, as an operator would do things; each ca
 from __future__ import annotations
 
 import functools
-import gzip
 import itertools
 import json
 import os
 import re
 import time
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,19 +18,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Told
-from tests.e2e.container import optional
 from tests.e2e.host import CONFIG, CONFIGURATION, DIRECTORY, NEXT, RESOURCE, UNIT, Host, Packages
 from tests.e2e.steps import PROBE, assert_sandboxed
 from tests.world.processes import ROOT, wait_until
 
-SUITES = ("bookworm", "trixie", "forky")
-REQUIRED = ("bookworm", "trixie")  # forky is tested if it is available
+SUITES = ("bookworm", "trixie")
 P300 = "tenstorrent.com/p300"
 CACHE = "/var/cache/tt-device-plugin"
 LOCKS = "/run/ttdp/shm"
 PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
-DEB = ROOT / "packaging/deb"
-DOCUMENTS = f"/usr/share/doc/{UNIT}"
 WRITTEN = (
     "/run/cdi/tenstorrent.com-device.json",
     "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
@@ -59,9 +53,7 @@ except OSError as error:
 @pytest.fixture(scope="module", params=SUITES)
 def host(request: pytest.FixtureRequest, packages: Packages) -> Iterator[Host]:
     """A booted system of this release, at first without the package."""
-    with optional(unless=request.param in REQUIRED):
-        host = Host(request.param, packages)
-    with host:
+    with Host(request.param, packages) as host:
         yield host
 
 
@@ -118,35 +110,13 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_documents_are_those_of_the_sources(host: Host) -> None:
-    """Examples can be used in place; README, and all changes with what an upgrade needs, too."""
-    names = {Path(line).name for line in (DEB / "examples").read_text().splitlines()}
-    examples = host.path(f"{DOCUMENTS}/examples")
-    assert {path.name for path in examples.iterdir()} == names
-    for path in filter(Path.is_file, examples.rglob("*")):
-        [source] = (ROOT / "packaging").rglob(path.name)
-        assert path.read_bytes() == source.read_bytes(), path
-    for name in ("README.md", "CHANGELOG.md"):
-        assert host.path(f"{DOCUMENTS}/{name}").read_bytes() == (ROOT / name).read_bytes(), name
-    changelog = gzip.decompress(host.path(f"{DOCUMENTS}/changelog.gz").read_bytes()).decode()
-    assert f"{DOCUMENTS}/CHANGELOG.md" in changelog
-    for page in ("man8/tt-device-plugin.8.gz", "man5/tt-device-plugin.toml.5.gz"):
-        text = gzip.decompress(host.path(f"/usr/share/man/{page}").read_bytes())
-        assert text == (DEB / Path(page).stem).read_bytes(), page
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_sbom_lists_what_is_in_the_zipapp(host: Host) -> None:
-    """Its version is the package's; its components are the packed ones, with their versions."""
-    document = json.loads(host.path(f"{DOCUMENTS}/{UNIT}.cdx.json").read_text())
-    version = host("dpkg-query", "--show", "--showformat=${Version}", UNIT)
-    assert document["metadata"]["component"]["version"] == version
-    with zipfile.ZipFile(host.path(PYZ)) as packed:
-        found = re.findall(
-            r"site-packages/([\w.]+-[\w.]+)\.dist-info/", "\n".join(packed.namelist())
-        )
-    listed = {f"{each['name']}-{each['version']}" for each in document["components"]}
-    assert listed == {*found}
+def test_the_documents_have_the_names_that_the_man_page_gives(host: Host) -> None:
+    """Uncompressed, however long they get."""
+    page = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+    paths = re.findall(r"(?m)^\.It Pa (/usr/share/doc/\S+)$", page)
+    assert len(paths) > 4
+    for path in paths:
+        assert [*host.path("/").glob(path.lstrip("/"))], path
 
 
 @pytest.mark.usefixtures("installed")
@@ -223,26 +193,6 @@ def test_locks_have_a_separate_file_system(host: Host) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_cards_before_the_kubelet(host: Host, told: Told) -> None:
-    """New cards are found while the kubelet is not running; starts are fast and small."""
-    since = time.monotonic()
-    host.plug()
-    status = host.status_becomes(f"4 × {RESOURCE}, 4 healthy", "waiting for kubelet")
-    host.line(since, "0000:01:00.0", priority=6)
-    times = []
-    for _ in range(5):
-        host.systemctl("restart", UNIT)
-        times.append(host.moment("ActiveEnter") - host.moment("ExecMainStart"))
-    assert sorted(times)[2] < AT_ONCE, times
-    lines = host("cat", f"/proc/{host.property('MainPID')}/status").splitlines()
-    memory = dict(line.split(":", 1) for line in lines)
-    resident, anonymous = (int(memory[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon"))
-    assert resident < 40, resident
-    ready = f"warm start to READY: median {ms(sorted(times)[2])}, worst {ms(max(times))}"
-    told(f"STATUS={status!r}; {ready}; resident {resident:.1f} MB ({anonymous:.1f} MB anonymous)")
-
-
-@pytest.mark.usefixtures("installed")
 def test_the_kubelet_starts_later(host: Host, told: Told) -> None:
     """Both resources are registered at once, and a pod gets its devices."""
     host.have_cards()
@@ -261,66 +211,26 @@ def test_the_kubelet_starts_later(host: Host, told: Told) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_a_device_fails_and_recovers(host: Host, told: Told) -> None:
-    """A dead chip leaves allocatable, with its reason in journal and status, until it recovers.
-
-    After a restart of the daemon its card, serial number and firmware are still known.
-    """
+def test_a_dead_chip_is_known_after_a_restart(host: Host) -> None:
+    """The sandbox lets the daemon keep its card, serial number and firmware."""
     bdf, columns = "0000:06:00.0", ("card", "serial", "firmware", "resource")  # a p300's chip
 
     def listed() -> dict[str, object]:
         rows = json.loads(host("tt-device-plugin", "list", "--json"))
         return dict(next(row for row in rows if row["bdf"] == bdf))
 
-    known, since = listed(), time.monotonic()
+    known = listed()
     assert known["healthy"] and all(known[column] for column in columns), known
     host.node.chip(bdf).die()
-    lost = host.event(since, "list", resource=P300, healthy=1, unhealthy=1)
-    assert lost["unhealthy_ids"] == [bdf], lost
-    message = host.line(since, "does not respond", priority=4)
+    host.status_becomes("1 healthy", f"{bdf}: chip does not respond")
     host.systemctl("restart", UNIT)
     host.status_becomes("1 healthy", f"{bdf}: chip does not respond")
     remembered = listed()
     assert [remembered[column] for column in columns] == [known[column] for column in columns]
     assert not remembered["healthy"] and "chip does not respond" in str(remembered["reason"])
-    since = time.monotonic()
+
     host.node.chip(bdf).revive()
-    host.event(since, "list", resource=P300, healthy=2, unhealthy=0)
-    host.line(since, bdf, priority=6)
     host.status_becomes(f"2 × {P300}, 2 healthy", "registered with kubelet")
-    told(f"journal: {message!r}; and healthy again")
-
-
-@pytest.mark.usefixtures("running")
-def test_the_kubelet_restarts_and_goes_away(host: Host, told: Told) -> None:
-    """After each restart the plugin registers at once, and the pod is admitted again.
-
-    The kubelet can also be killed, and its directory deleted and created again.
-    """
-    worst = 0.0
-    for _ in range(5):
-        since = time.monotonic()
-        host.systemctl("restart", "kubelet")
-        began = host.event(since, "started")["at"]
-        worst = max(worst, host.event(since, "registered", resource=RESOURCE)["at"] - began)
-    assert worst < AT_ONCE, worst
-    host.event(began, "list", resource=RESOURCE, healthy=4)
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    host.event(since, "admitted", pod="before")
-    host.systemctl("stop", "kubelet")
-    host.status_becomes("waiting for kubelet")
-    # Like `kubeadm reset`. Renamed first: the plugin creates a deleted socket again.
-    since, old = time.monotonic(), f"{DIRECTORY}.old"
-    host.shell(f"mv {DIRECTORY} {old} && rm -rf {old} && systemctl start kubelet")
-    host.event(since, "registered", resource=RESOURCE)
-    since = time.monotonic()
-    host.systemctl("kill", "--signal=KILL", "kubelet")
-    host.status_becomes("waiting for kubelet")
-    host.systemctl("restart", "kubelet")
-    host.event(since, "registered", resource=RESOURCE)
-    host.status_becomes("registered with kubelet")
-    assert host.property("ActiveState") == "active" and host.property("NRestarts") == "0"
-    told(f"5 restarts: registered after at most {ms(worst)}")
 
 
 @pytest.mark.usefixtures("running")
@@ -444,28 +354,6 @@ def test_an_invalid_configuration(host: Host, told: Told) -> None:
 
 
 # -- the extracted program -------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("running")
-def test_a_damaged_program_is_extracted_again(host: Host, told: Told) -> None:
-    """Changed, missing, cut and additional files are reported; so is none if all are missing."""
-    tree = f"{CACHE}/*/site-packages"
-    damages = {
-        "changed": f"echo 'print(1)' >> $(echo {tree}/grpc/__init__.py)",
-        "missing": f"rm {tree}/sdnotify/__init__.py",
-        "cut": f"truncate --size=1M {tree}/grpc/_cython/cygrpc.*.so",
-        "additional": f"touch $(echo {tree})/stray.pth",
-    }
-    for damage in damages.values():
-        since = time.monotonic()
-        host.shell(f"{damage} && systemctl restart {UNIT}")
-        host.line(since, "was damaged", priority=4)
-        assert host.property("ActiveState") == "active"
-    since = time.monotonic()
-    host.shell(f"rm -r {CACHE} && systemctl restart {UNIT}")
-    took = host.moment("ActiveEnter") - host.moment("ExecMainStart")
-    assert not [line for line in host.journal(since) if "damaged" in line[2]]
-    told(f"without an extracted program a start takes {took:.1f} s")
 
 
 @pytest.mark.usefixtures("installed")
@@ -695,23 +583,6 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_a_configuration_that_a_drop_in_names_is_checked(host: Host) -> None:
-    """postinst reads the environment of the running service."""
-    host.write("/etc/other.toml", CONFIGURATION)
-    host.use_drop_in("[Service]\nEnvironment=TTDP_CONFIG_FILE=/etc/other.toml\n")
-    try:
-        assert host.restarts()
-        host.write("/etc/other.toml", BAD)
-        assert "/etc/other.toml: log_level" in refused(host, "--reinstall", host.packages.following)
-    finally:
-        host.write("/etc/other.toml", CONFIGURATION)
-        host("dpkg", "--configure", "-a")
-        host.shell("rm /etc/other.toml")
-        host.use_drop_in("")
-        host.systemctl("restart", UNIT)
-
-
-@pytest.mark.usefixtures("running")
 @pytest.mark.parametrize("is_link", [False, True], ids=["a directory", "a link"])
 def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
     """It is READY without that directory, and never makes it. MicroK8s makes it a link."""
@@ -795,16 +666,6 @@ def test_purge(host: Host) -> None:
 
 
 # -- before the installation -----------------------------------------------------------------------
-
-
-def test_an_existing_configuration_is_kept(host: Host) -> None:
-    """A file that a provisioning system wrote before the first installation is used as it is."""
-    text = '# written before\nlog_level = "debug"\n'
-    host("dpkg", "--purge", UNIT)
-    host.write(CONFIG, text)
-    host.install(host.packages.current)
-    assert host.path(CONFIG).read_text() == text and host.property("ActiveState") == "active"
-    host.purge()
 
 
 def test_a_configuration_is_checked_without_an_installation(host: Host, told: Told) -> None:

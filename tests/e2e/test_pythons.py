@@ -12,7 +12,6 @@ import pytest
 from tests import pythons
 from tests.e2e.conftest import Told
 from tests.e2e.container import PACKAGES, Container, optional, require_root
-from tests.e2e.host import DROP_IN, UNIT
 from tests.world.processes import ROOT
 
 PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
@@ -69,20 +68,3 @@ def test_the_suite_and_the_zipapp(debian: Debian, told: Told) -> None:
     for command in pythons.zipapp_commands(PYTHON, Path(PYZ)).values():
         results.append(debian.run_in_project(*command))
     told("; ".join(results))
-
-
-def test_the_service(debian: Debian, told: Told) -> None:
-    """It starts on this Python."""
-    debian.be_installed()
-    start = f"/usr/bin/python3.{debian.minor} -I -S {PYZ} run"
-    variable = "Environment=SHIV_ROOT=/var/cache/tt-device-plugin"
-    debian.write(DROP_IN, f"[Service]\nExecStart=\nExecStart={start}\n{variable}\n")
-    debian("systemctl", "daemon-reload")
-    for _ in range(2):  # the first start extracts the program
-        debian("systemctl", "restart", UNIT)
-    names = ("MainPID", "ActiveEnterTimestampMonotonic", "ExecMainStartTimestampMonotonic")
-    lines = debian("systemctl", "show", *(f"--property={name}" for name in names), UNIT)
-    values = dict(line.split("=") for line in lines.splitlines())
-    pid, ready, began = (int(values[name]) for name in names)
-    assert debian("readlink", f"/proc/{pid}/exe").strip() == f"/usr/bin/python3.{debian.minor}"
-    told(f"start to READY {(ready - began) / 1000:.0f} ms")

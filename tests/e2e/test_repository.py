@@ -5,7 +5,6 @@ The tests run in the order of this file; each release has one system.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -152,7 +151,6 @@ def genuine(node: Node) -> Iterator[Path]:
 
 def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
     """With the key and the sources file; a node fetches only its own index, by hash."""
-    (node.shared / "before.json").write_text(json.dumps(sorted(node.files())))
     output = [node.shell(f"{line} 2>&1") for line in INSTALLATION]
     assert f"Setting up {UNIT}" in output[-1], output[-1]
     assert node.version() == publisher.version and node.is_active()
@@ -191,25 +189,6 @@ def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
     assert (node.root / CONFIG[1:]).read_text() == 'log_level = "debug"\n'
 
 
-def test_unattended_upgrades_with_a_configuration_that_is_rejected(
-    node: Node, publisher: Publisher
-) -> None:
-    """The daemon goes on; with a valid file, one command ends the upgrade."""
-    valid = (node.root / CONFIG[1:]).read_text()
-    pid = node("systemctl", "show", "--value", "--property=MainPID", UNIT)
-    node.write(CONFIG, 'log_level = "loud"\n')
-    output = node("unattended-upgrade", "--verbose", check=False)
-    assert node.is_active(), output
-    assert node("systemctl", "show", "--value", "--property=MainPID", UNIT) == pid
-    assert UNIT in node("dpkg", "--audit"), output
-    log = (node.root / "var/log/unattended-upgrades/unattended-upgrades-dpkg.log").read_text()
-    assert f"{CONFIG}: log_level: 'loud'" in log
-    node.write(CONFIG, valid)
-    node("dpkg", "--configure", "-a")
-    assert node.version() == NEXT and node.is_active() and node("dpkg", "--audit") == ""
-    assert node("systemctl", "show", "--value", "--property=MainPID", UNIT) != pid
-
-
 # -- forgeries -------------------------------------------------------------------------------------
 
 
@@ -239,20 +218,6 @@ def test_a_forged_repository_is_rejected(
     output = node.update()
     assert re.search(FORGERIES[forge], output), output
     assert URL not in node("apt-cache", "policy", UNIT)
-
-
-def test_removal_leaves_nothing(node: Node) -> None:
-    """After apt remove and apt purge, only the repository's own two files are left."""
-    node("apt", "remove", "--yes", UNIT)
-    assert node("systemctl", "show", "--value", "--property=LoadState", UNIT) == "not-found\n"
-    node("apt", "purge", "--yes", UNIT)
-    before = json.loads((node.shared / "before.json").read_text())
-    left = {path for path in node.files() - {*before} if UNIT in path or "kube" in path}
-    assert left == {
-        f"etc/apt/keyrings/{UNIT}-archive-keyring.pgp",
-        f"etc/apt/sources.list.d/{UNIT}.sources",
-        UNATTENDED_FILE[1:],
-    }
 
 
 # -- packaging/repository.py -----------------------------------------------------------------------

@@ -6,7 +6,6 @@ tt-umd, kubelets and containers are real. What tt-umd asks the driver is answere
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,19 +17,17 @@ from tests.world.processes import wait_until
 
 
 @pytest.fixture(scope="module")
-def umd_nodes(program: Program) -> Iterator[dict[str, Node]]:
-    """Nodes that have the image with tt-umd."""
-    with contextlib.ExitStack() as stack:
-        nodes = {version: Node(version, program, images=[umd.image()]) for version in VERSIONS}
-        yield {version: stack.enter_context(node) for version, node in nodes.items()}
+def umd_node(program: Program) -> Iterator[Node]:
+    """A node that has the image with tt-umd."""
+    with Node(VERSIONS[-1], program, images=[umd.image()]) as node:
+        yield node
 
 
-@pytest.fixture(params=VERSIONS)
-def node(request: pytest.FixtureRequest, umd_nodes: dict[str, Node]) -> Iterator[Node]:
-    node = umd_nodes[request.param]
-    node.wait_clear()
-    yield node
-    node.clear()
+@pytest.fixture
+def node(umd_node: Node) -> Iterator[Node]:
+    umd_node.wait_clear()
+    yield umd_node
+    umd_node.clear()
 
 
 ENUMERATE = "import tt_umd; print(tt_umd.PCIDevice.enumerate_devices())"
@@ -62,17 +59,6 @@ def test_tt_umd_sees_its_devices(node: Node, style: str) -> None:
         assert "Invalid device ID" in visible(node, name, f"TT_VISIBLE_DEVICES={len(held)}")
 
 
-# What tt-umd does before it starts a chip; after two seconds it says that it waits.
-HOLD = """
-import tt_umd, time
-mutex = tt_umd.RobustMutex("CHIP_IN_USE_0_PCIe")
-owner = mutex.probe_lock(2)
-print("waits" if owner else "holds")
-if owner:
-    mutex.lock()
-    print("holds")
-time.sleep(3600)
-"""
 LOCKS = "/run/locks"  # on a tmpfs of the node's, as /dev/shm is
 SHARED = """
 [sharing]
@@ -85,18 +71,13 @@ replicas = 3
 
 def start_holder(node: Node, user: int | None = None) -> str:
     """Start a pod that starts a chip, as far as the lock goes, and keeps it."""
-    command = umd.python(HOLD)
+    command = umd.python(umd.HOLD)
     return node.started({N300: 1}, restart="Never", image=umd.IMAGE, command=command, user=user)
 
 
-def said(node: Node, name: str) -> list[str]:
-    """Return what a pod has said of the lock; tt-umd adds lines of its own."""
-    words = [line.split()[-1] for line in node.kubelet.logs(name).splitlines()]
-    return [word for word in words if word in ("waits", "holds")]
-
-
 def wait_said(node: Node, name: str, *words: str) -> None:
-    wait_until(lambda: said(node, name) == [*words], f"{name} to say {words}", 20)
+    """Wait until a pod has said this of the lock."""
+    wait_until(lambda: umd.said(node.kubelet.logs(name)) == [*words], f"{name} to say {words}", 20)
 
 
 def test_containers_take_turns(node: Node) -> None:
@@ -112,10 +93,10 @@ def test_containers_take_turns(node: Node) -> None:
     second = start_holder(node, user=1001)
     wait_said(node, second, "waits")
     (lock,) = node.inside(second, "ls", "/dev/shm").stdout.split()
-    assert lock == "TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
+    assert lock == umd.LOCK
     for command in (["rm", f"/dev/shm/{lock}"], ["mv", f"/dev/shm/{lock}", "/dev/shm/moved"]):
         assert "not permitted" in node.inside(second, "busybox", *command).stderr
     assert node.machine.path(f"{LOCKS}/n300").stat().st_mode & 0o7777 == 0o1777
-    assert said(node, first) == ["holds"]
+    assert umd.said(node.kubelet.logs(first)) == ["holds"]
     node.kill_container(first)
     wait_said(node, second, "waits", "holds")

@@ -26,6 +26,20 @@ HASHES = {  # of the wheels for CPython 3.11
 DEBIAN = ("python3.11-minimal", "libpython3.11-stdlib", "libstdc++6", "libatomic1")  # of bookworm
 DRIVER = HERE / "driver.c"
 
+# What tt-umd does before it starts a chip: it takes the lock, or says after two seconds that it
+# waits for it.
+HOLD = """
+import time, tt_umd
+mutex = tt_umd.RobustMutex("CHIP_IN_USE_0_PCIe")
+owner = mutex.probe_lock(2)
+print("waits" if owner else "holds")
+if owner:
+    mutex.lock()
+    print("holds")
+time.sleep(3600)
+"""
+LOCK = "TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"  # the file that is this mutex
+
 
 def image() -> Path:
     """Return the image's archive: from the cache, or made of Debian packages and the wheel."""
@@ -72,6 +86,12 @@ def _wheel(directory: Path) -> Path:
     subprocess.run([*pip, f"--requirement={directory / 'requirements.txt'}"], check=True)
     (wheel,) = directory.glob("*.whl")
     return wheel
+
+
+def said(output: str) -> list[str]:
+    """Return what HOLD has said; tt-umd adds lines of its own."""
+    words = [line.split()[-1] for line in output.splitlines() if line.strip()]
+    return [word for word in words if word in ("waits", "holds")]
 
 
 def python(text: str, cards: str | None = None) -> list[str]:

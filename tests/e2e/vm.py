@@ -118,6 +118,7 @@ def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
         root.mkdir()
         subprocess.run(["tar", "-C", str(root), "-xf", str(root_tree(suite, TREE))], check=True)
         install_driver(booted, root)
+        put_modules(root)
         shutil.copy(deb, root / "package.deb")
         shutil.copy(script, root / "script.py")
         put_files(root, {"etc/systemd/system/script.service": service("/script.py", "/dev/ttyS1")})

@@ -13,10 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
-
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc
 from tests.e2e.machine import JSON, NODE_NAME, pod, refusal
 from tests.e2e.node import Node, Program
 from tests.e2e.openers import LOCKS, Openers
@@ -34,7 +31,6 @@ STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on
 HOLD = """
 trap {term} TERM
 trap 'exit 0' USR1
-sleep {late}
 descriptor=3
 for node in /dev/tenstorrent/*; do
     eval "exec $descriptor<>$node"
@@ -42,17 +38,6 @@ for node in /dev/tenstorrent/*; do
 done
 while :; do sleep 3600 & wait; done
 """
-# Opens and closes its device each second.
-SOMETIMES = """
-trap {term} TERM
-while :; do
-    exec 3<>$(echo /dev/tenstorrent/*)
-    sleep 0.5
-    exec 3>&-
-    sleep 0.5
-done
-"""
-IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"
 
 
 class Held(NamedTuple):
@@ -75,10 +60,10 @@ class Pod(NamedTuple):
 class Ward(Node):
     """A node with an API server, of whose pods it is known what they have open."""
 
-    def __init__(self, version: str, program: Program, policy: str = "none", **others: Any) -> None:
-        """`policy`: the Topology Manager's; `others`: of Node."""
+    def __init__(self, version: str, program: Program, policy: str = "none") -> None:
+        """`policy`: the Topology Manager's."""
         config = {"topologyManagerPolicy": policy}
-        super().__init__(version, program, static_pods=False, config=config, **others)
+        super().__init__(version, program, static_pods=False, config=config)
         self._openers: Openers | None = None
         self._static: list[str] = []
 
@@ -110,25 +95,6 @@ class Ward(Node):
     def waits(self) -> int:
         """Return how many container starts have waited for a pod, by the daemon's log."""
         return self.daemon.log.read_text().count("container start waits: ")
-
-    def times_of_checks(self, holder: Pod, count: int) -> list[float]:
-        """Return seconds that the check before a start of a pod's container takes, each time.
-
-        The daemon is asked as the kubelet asks it. It must have one resource.
-        """
-        (held,) = self.held(holder)
-        request = pb.PreStartContainerRequest(devices_ids=held.ids)
-        sockets = {*self.kubelet.device_plugin_dir.glob("*.sock")}
-        (socket,) = [path for path in sockets if path.name != "kubelet.sock"]
-        times = []
-        with grpc.insecure_channel(f"unix://{socket}") as channel:
-            stub = deviceplugin_pb2_grpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
-            stub.GetDevicePluginOptions(pb.Empty(), timeout=LONG)  # so that it is connected
-            for _ in range(count):
-                since = time.monotonic()
-                stub.PreStartContainer(request, timeout=LONG)
-                times.append(time.monotonic() - since)
-        return times
 
     def reconfigure(self, config: str) -> None:
         """Do what systemctl reload does, with another configuration."""
@@ -183,18 +149,13 @@ class Ward(Node):
         stubborn: bool = False,
         once: bool = False,
         static: bool = False,
-        late: int = 0,
         script: str = HOLD,
         change: Callable[[JSON], None] = lambda spec: None,
     ) -> Pod:
-        """Create a pod.
-
-        stubborn: it ignores SIGTERM; once: it is not started again; late: seconds until it opens
-        its devices.
-        """
+        """Create a pod. stubborn: it ignores SIGTERM; once: it is not started again."""
         name = f"{'static' if static else 'pod'}-{time.monotonic_ns()}"
         term = "''" if stubborn else "'exit 0'"
-        command = ["sh", "-c", script.format(term=term, late=late)]
+        command = ["sh", "-c", script.format(term=term)]
         restart = "Never" if once else "Always"
         manifest = pod(name, {resource: count}, command=command, restart=restart)
         manifest["spec"]["terminationGracePeriodSeconds"] = STUBBORN
