@@ -21,7 +21,7 @@ import pytest
 import ttdp
 from tests.chips import bdf, hold
 from tests.conftest import StartDaemon, half_a_minute_later, polls
-from tests.test_holds import World, entry
+from tests.world.book import BookWorld, entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
@@ -695,7 +695,7 @@ async def test_a_start_removes_no_directory_of_a_possible_caller(
     """Its entry is missing for a moment, and no process shows that its hold is current."""
     monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
     (dev / "dev/hugepages-1G").mkdir(parents=True)
-    world = World(dev, now=time.monotonic() - 100)
+    world = BookWorld(dev, now=time.monotonic() - 100)
     host = ttdp.Host(world.settings, lambda: None)
     world.book = host.holds
     host.directories.unnamed((), world.now)

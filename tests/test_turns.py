@@ -25,10 +25,10 @@ from tests.conftest import (
     plugin_sockets,
     turns,
 )
-from tests.test_session import rival
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
+from tests.world.reference import another_plugin
 
 NAME = "tenstorrent.com/n150"
 
@@ -47,7 +47,7 @@ async def test_an_unreadable_checkpoint_shows_no_other_plugin(
 
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(NAME)
-        async with rival(kubelet, NAME, "theirs"):
+        async with another_plugin(kubelet, NAME, "theirs"):
             await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
 
             path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
