@@ -68,18 +68,17 @@ def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
 # -- a kubelet that has forgotten pods -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [(1, 32), (1, 37)])
 @pytest.mark.parametrize("how", ["missing", "garbage", "intact"])
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, how: Any, version: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch, how: Any,
 ) -> None:  # fmt: skip
     """No chip is unhealthy for that. Others are preferred; a start waits for the last process."""
     monkeypatch.setattr("ttdp.START_TIMEOUT", 0.3)
     chips = {node.add("p150a")[0].bdf for _ in range(7)}
     pods = [f"pod-{number}" for number in range(6)]
     running = RunningDaemon(node, settings_of(node, directory, **FAST))
-    async with kubelet_of(node, directory, version=version) as kubelet, running as daemon:
+    async with kubelet_of(node, directory) as kubelet, running as daemon:
         for pod in pods:
             await run_pod(kubelet, pod)
         taken = {bdf for pod in pods for bdf in chips_of(kubelet, pod)}
@@ -159,10 +158,9 @@ async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forg
         assert kubelet.killed == []
 
 
-@pytest.mark.parametrize("policy", ["none", "best-effort"])
 @pytest.mark.parametrize("change", ["a card is missing", "sharing", "another unit"])
 async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
-    node: SimulatedNode, directory: Path, change: str, policy: Any
+    node: SimulatedNode, directory: Path, change: str
 ) -> None:
     """After a reboot, whatever has changed. Kubelets of 1.35 to 1.37 would crash otherwise."""
     node.add("p300c", numa_node=0)
@@ -171,7 +169,7 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
         changes = sharing(name="p300", replicas=2)
     elif change == "another unit":
         changes = {"unit": "board"}
-    async with kubelet_of(node, directory, version=(1, 37), policy=policy) as kubelet:
+    async with kubelet_of(node, directory, version=(1, 37), policy="best-effort") as kubelet:
         async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await run_pod(kubelet, "train", P300)
             (mine,) = kubelet.allocated(P300)
@@ -281,15 +279,13 @@ async def test_a_checkpoint_that_goes_back_for_a_moment_lets_no_container_start(
     await kubelet.running("second", "main")
 
 
-@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
 async def test_a_container_waits_for_one_that_is_being_created(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture, layout: Any
+    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a pause process, the pod that was deleted by force has no process until later."""
     node.add("p150a")
     running = RunningDaemon(node, settings_of(node, directory, **FAST))
-    options = {"layout": layout, "has_pause": False}
-    async with kubelet_of(node, directory, **options) as kubelet, running as daemon:
+    async with kubelet_of(node, directory, has_pause=False) as kubelet, running as daemon:
         await kubelet.registered(P150)
         kubelet.hold_creation()
         await kubelet.admit("first", "main", {P150: 1})
@@ -313,7 +309,6 @@ async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The container was allowed to start; its process never came, and its cgroup stays."""
-    monkeypatch.setattr("ttdp.CREATED_WITHIN", 0.5)
     node.add("p150a")
     running = RunningDaemon(node, settings_of(node, directory, **FAST))
     async with kubelet_of(node, directory, has_pause=False) as kubelet, running:
@@ -324,6 +319,8 @@ async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
         kubelet.force_delete("first")
         await kubelet.admit("second", "main", {P150: 1})
         await until(lambda: "container start waits: " in caplog.text)
+
+        monkeypatch.setattr("ttdp.CREATED_WITHIN", 0.0)  # two minutes later
         await kubelet.wait_for(lambda: len(kubelet.find("creating")) == 2)
         assert not kubelet.find("not-started")
 
