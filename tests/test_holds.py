@@ -429,19 +429,6 @@ def test_containers_that_share_a_device_do_not_wait_for_each_other(world: BookWo
     assert world.start(renamed) == {FIRST, SECOND}
 
 
-def test_a_pod_does_not_wait_for_itself(world: BookWorld) -> None:
-    """Its init container has the same device, and its containers are started again."""
-    pod = [entry(container="prepare"), entry()]
-    for each in pod:
-        world.answer(each)
-    world.write(*pod)
-    world.make_cgroup(FIRST, "pause")
-
-    for number in range(3):
-        assert world.start(entry()) == "allowed"
-        world.make_cgroup(FIRST, "pause", f"main-{number}")
-
-
 def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: BookWorld) -> None:
     """Its starts are not seen, so these alone decide. Its device file has today's number."""
     answer = pb.ContainerAllocateResponse()

@@ -18,17 +18,14 @@ from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
 from tests.chips import kind_of
 from tests.conftest import (
-    WATCHDOG,
     StartDaemon,
     kubelet_of,
     no_descriptors,
     plugin_sockets,
-    turns,
 )
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.reference import another_plugin
 
 NAME = "tenstorrent.com/n150"
 
@@ -37,28 +34,6 @@ NAME = "tenstorrent.com/n150"
 def node(node: SimulatedNode) -> SimulatedNode:
     node.add("n150")
     return node
-
-
-async def test_an_unreadable_checkpoint_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """Nor does the one before it, which has another plugin's IDs."""
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(NAME)
-        async with another_plugin(kubelet, NAME, "theirs"):
-            await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
-
-            path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
-            await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED_TEXT)
-            registrations = len(kubelet.find("registered"))
-
-            path.write_text("{")
-            await until(lambda: daemon.daemon.host.holds.problem)
-            await turns(daemon, 20)
-
-        assert len(kubelet.find("registered")) == registrations
 
 
 async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
@@ -341,7 +316,6 @@ async def test_rare_polls_delay_neither_files_nor_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They are looked at every 5 s, and metrics written every 15 s, whatever the interval."""
-    assert (ttdp.ROUND, ttdp.METRICS_INTERVAL) == (5, 15)
     monkeypatch.setattr("ttdp.ROUND", 0.1)
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.3)
     for name in ("cdi", "features.d", "metrics"):
