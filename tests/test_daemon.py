@@ -137,11 +137,13 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"))
 
 
-@pytest.mark.parametrize("why", ["no driver", "another driver", "kept", "unknown", "gone"])
+@pytest.mark.parametrize(
+    "why", ["no driver", "another driver", "kept", "unknown", "gone", "excluded"]
+)
 async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """No driver is loaded, vfio has the function or is to have it, it is a Grayskull, or gone."""
+    """None is loaded, vfio has or is to have it, it is a Grayskull, gone, or out of service."""
     monkeypatch.setattr("ttdp.BIND_TIMEOUT", 4 * PATIENCE)
     (chip,) = node.add("n150")
     chip.unbind()
@@ -155,7 +157,8 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
         chip.write("device", b"0xfaca\n")
     elif why == "gone":
         chip.vanish()
-    await ready(await start(interval=3600))
+    excluded = (chip.bdf,) if why == "excluded" else ()
+    await ready(await start(interval=3600, exclude=excluded))
 
 
 # -- host paths ------------------------------------------------------------------------------------

@@ -355,6 +355,7 @@ class Node(RuleBasedStateMachine):
     def allocate(self, pod: Pod, container: str, resource: str, ids: list[str]) -> Container:
         """Answer Allocate; raises RequestError."""
         world = self.world
+        world.now += 0.001  # no two answers are given at one moment
         world.look()
         decision = self.decide()
         ttdp.check_request(decision.resource(resource), [ids])

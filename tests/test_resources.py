@@ -222,6 +222,7 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
     none = decide(FOUR, shared(SharedResource("p150", 2)))
     assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
+    assert none.offer.without_effect[0] in [line for _, line in ttdp.changes(None, none)]
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
