@@ -547,6 +547,7 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     await kubelet.start(deaf=True)
     await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
 
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
     await kubelet.restart()
     await kubelet.registered(N150)
     await kubelet.stop()
