@@ -134,6 +134,7 @@ async def test_other_modes_make_no_directories(
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
     own = {f"/dev/{name}": node.root / "dev" / name for name in HUGETLBFS}
+
     assert mounts(kubelet, "pod") == (own if mode == "host" else {})
     assert not around(node).exists()
 
@@ -146,7 +147,9 @@ async def test_with_cdi_containers_have_the_hosts_directory(
     await start(device_list_strategy="cdi", cdi_dir=str(short_tmp / "cdi"))
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
+
     assert mounts(kubelet, "pod") == {}
+
     spec = (short_tmp / "cdi" / ttdp.CDI_FILE).read_text()
     assert f'"{node.root}/dev/hugepages-1G"' in spec and ttdp.OWN_DIRECTORY not in spec
 
@@ -242,8 +245,10 @@ async def test_the_pages_of_a_pod_that_crashed_are_free_when_the_next_one_starts
         leave_pages(former)
         kubelet.delete(f"pod-{number}")
         following = await run(kubelet, f"pod-{number + 1}")
+
         assert following != former and not any(following.iterdir())
         assert not former.exists() or not any(former.iterdir())
+
         former = following
 
 
@@ -317,6 +322,7 @@ async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
     crashed = time.monotonic()
     kubelet.crash("train", "main")
     await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
+
     assert mode_of(own) == 0o777
 
 
@@ -372,6 +378,7 @@ async def test_a_directory_with_a_wrong_mode_is_put_right(
     own.chmod(0o755)
     own.parent.chmod(0o755)
     await until(lambda: mode_of(own) == 0o777)
+
     assert mode_of(own.parent) == 0o700
 
 
@@ -434,6 +441,7 @@ async def test_nothing_is_removed_before_a_checkpoint_was_read(
     daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
     await for_a_while(daemon)
+
     assert own.exists()
 
 
@@ -610,6 +618,7 @@ def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Pa
     (parent / "file").touch()
     (parent / "link").symlink_to("/")
     tidy(directories, named(parent / "0000:01:00.0"))
+
     assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
 
 
@@ -681,7 +690,9 @@ def test_a_large_directory_delays_no_other_one(directories: Directories, parent:
             (parent / name / str(file)).touch()
     tidy(directories, now=1000.0, steps=10)
     tidy(directories, now=1001.0, steps=10)
+
     assert not (parent / "b").exists()
+
     tidy(directories, now=1002.0, steps=10)
     assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
 
@@ -739,6 +750,7 @@ def test_no_link_leads_out_of_a_directory(
     (parent / "x/inner/link").symlink_to(precious)
     (parent / "y").symlink_to(precious)
     tidy(directories)
+
     assert not any(parent.iterdir())
     assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
 
@@ -818,10 +830,13 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories.put_right(named(parent / "x"))
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))
+
     assert mode_of(parent / "x") == 0o777
+
     os.chown(parent / "x", OTHER, OTHER)
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))
+
     assert mode_of(parent / "x") == 0o700
 
 
@@ -871,6 +886,7 @@ def test_a_lock_directory_is_for_one_resource(lock_dir: str, path: str | None) -
     sharing = Sharing(lock_dir=lock_dir, resources=(SharedResource("n150", 4),))
     settings = Settings(sharing=sharing)
     resource = decide([chip(1)], settings).resources[N150]
+
     assert ttdp.lock_path(resource, resource.devices, settings) == path
 
 

@@ -89,9 +89,12 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         await kubelet.start()
         started = kubelet.find("started")[-1].at
         await kubelet.wait_for(lambda: kubelet.find("sources-ready", since=started))
+
         assert kubelet.killed == [] and kubelet.healthy(P150) == chips
+
         await run_pod(kubelet, "seventh")
         assert chips_of(kubelet, "seventh") == chips - taken
+
         if how == "intact":
             return
         kubelet.force_delete("pod-0")
@@ -102,10 +105,13 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         kubelet.crash(holder, "main")  # its sandbox has a process yet
         failures = len(kubelet.find("not-started"))
         await kubelet.wait_for(lambda: len(kubelet.find("not-started")) > failures + 2)
+
         assert len(kubelet.find("running", since=started)) == 1
+
         kubelet.end(holder)
         await kubelet.running("eighth", "main")
         lists = kubelet.find("list", P150, since=started)
+
         assert not any(event.fields["unhealthy_ids"] for event in lists)
         assert kubelet.violations == [] and "unhealthy" not in caplog.text
 
@@ -123,6 +129,7 @@ async def test_the_chip_of_a_forgotten_pod_that_has_just_ended_is_preferred(
             await run_pod(kubelet, pod)
         before = chips_of(kubelet, "second")
         assert before == {max(chip.bdf for chip in node.chips)}, "the lowest is the default"
+
         await kubelet.kill()
         kubelet.corrupt("missing")
         await kubelet.start()
@@ -131,6 +138,7 @@ async def test_the_chip_of_a_forgotten_pod_that_has_just_ended_is_preferred(
         kubelet.force_delete("second")
         kubelet.end("second")
         await kubelet.admit("third", "main", {P150: 1})
+
         assert chips_of(kubelet, "third") == before
 
 
@@ -180,6 +188,7 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
             await kubelet.start()
             await kubelet.registered(P300)
             is_missing = change == "a card is missing"
+
             assert mine in (kubelet.unhealthy(P300) if is_missing else kubelet.healthy(P300))
             assert kubelet.violations == []
 
@@ -200,8 +209,10 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
         with pytest.raises(AdmissionError):
             await kubelet.admit("other", "main", {P150A: 1}, static=True)
         assert f"withheld: held until pod {kubelet.uid('train')} ends (as {P150}" in caplog.text
+
         await kubelet.api_server_back()
         await until(lambda: "held until default/train ends" in "".join(daemon.notes))
+
     assert not ever_offered(kubelet, P150A)
 
 
@@ -255,7 +266,9 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
         await until(lambda: waits in caplog.messages)
         kubelet.manager.write_checkpoint_now()
         await turns(daemon)
+
         assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
+
         kubelet.end("first")
         await kubelet.running("second", "main")
         assert not kubelet.find("not-started") and kubelet.violations == []
@@ -280,7 +293,9 @@ async def test_a_container_waits_for_one_that_is_being_created(
         kubelet.hold_creation(False)
         await kubelet.running("first", "main")
         await polls(daemon)
+
         assert len(kubelet.find("running")) == 1
+
         kubelet.end("first")
         await kubelet.running("second", "main")
         assert not kubelet.find("not-started") and kubelet.violations == []
@@ -341,6 +356,7 @@ async def test_processes_outside_the_former_pod_do_not_count(
     await start(**FAST, **sharing(name="n150", replicas=2))
     for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
         await run_pod(kubelet, pod, resource)
+
     assert "container start waits" not in caplog.text
 
 
@@ -354,7 +370,9 @@ async def test_a_container_that_starts_again_does_not_wait_for_its_own_pod(
     containers = [Container("prepare", {P150: 1}, "init"), Container("main", {P150: 1})]
     await kubelet.admit_pod("train", [*containers, Container("side", {})])
     await kubelet.running("train", "side")
+
     assert chips_of(kubelet, "train") == chips_of(kubelet, "train", "prepare")
+
     for _ in range(3):
         crashed = time.monotonic()
         kubelet.crash("train", "main")
@@ -413,11 +431,14 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
         for number in range(free):
             await kubelet.admit(f"other-{number}", "main", {new: 1})
             assert not chips_of(kubelet, f"other-{number}") & held
+
         with pytest.raises(AdmissionError):
             await kubelet.admit("unlucky", "main", {new: 1})
+
         kubelet.delete("train")
         await kubelet.wait_for(lambda: not kubelet.unhealthy(new))
         await kubelet.admit("heir", "main", {new: 1})
+
         assert chips_of(kubelet, "heir") & held
     finally:
         await daemon.__aexit__()
@@ -438,7 +459,9 @@ async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
     kubelet.crash("train", "main")
     await kubelet.wait_for(lambda: kubelet.find("running", since=crashed))
     await polls(daemon)
+
     assert daemon.sessions.keys() == {P150, P150A} and not ever_offered(kubelet, P150A)
+
     kubelet.delete("train")
     await until(lambda: daemon.sessions.keys() == {P150A})
 
@@ -455,7 +478,9 @@ async def test_polls_cost_the_kubelet_nothing(
     await until(lambda: daemon.daemon.host.holds.names)
     asked, lists = len(kubelet.find("asked")), len(kubelet.find("list"))
     await polls(daemon, 8)
+
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)
+
     kubelet.complete("train")
     await offers(kubelet, P150A, chip.bdf)
 
@@ -484,4 +509,5 @@ async def test_nothing_depends_on_the_pod_resources_api(
             assert not ever_offered(kubelet, P150A)
             kubelet.remove_pod("train")
             await offers(kubelet, P150A, chip.bdf)
+
     assert sum("cannot get pod names" in line for line in caplog.messages) == 1

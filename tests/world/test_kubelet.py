@@ -54,6 +54,7 @@ async def test_a_plugin_must_serve_before_it_registers(bench: Bench, was_killed:
             dead.bind(str(bench.directory / "p.sock"))
     with pytest.raises(grpc.aio.AioRpcError, match="failed to dial device plugin"):
         await Plugin(bench.directory, [A], N150, "p.sock").register()
+
     early = f"{N150} registers {bench.directory / 'p.sock'} before it serves there"
     assert kubelet.violations == ([] if was_killed else [early])
 
@@ -66,6 +67,7 @@ async def test_the_end_of_the_stream_makes_all_devices_unhealthy(
     kubelet = await bench.kubelet()
     plugin = await bench.registered(kubelet, A, device("b", "Unhealthy"))
     assert (kubelet.capacity(), kubelet.allocatable()) == ({N150: 2}, {N150: 1})
+
     await (kubelet.drop_streams() if is_dropped else plugin.stop())
     await kubelet.wait_for(lambda: kubelet.find("lost", N150))
     assert (kubelet.capacity(), kubelet.allocatable()) == ({N150: 2}, {N150: 0})
@@ -80,6 +82,7 @@ async def test_until_1_36_the_end_of_an_old_stream_takes_down_the_new_one(bench:
     await kubelet.wait_for(lambda: kubelet.healthy(N150) == {"b"})
     await old.stop()
     await kubelet.wait_for(lambda: kubelet.allocatable() == {N150: 0})
+
     assert len(kubelet.violations) == 1
 
 
@@ -90,6 +93,7 @@ async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: B
     for _ in range(2):
         with pytest.raises(grpc.aio.AioRpcError, match="device plugin already connected"):
             await plugin.register()
+
         await plugin.stop()
         await kubelet.wait_for(lambda: kubelet.find("ended", N150))
         await plugin.serve()
@@ -129,6 +133,7 @@ async def test_a_wrong_preference_is_a_violation(bench: Bench, preference: list[
     plugin.preference = preference
     plugin.permissions = "rwx"
     allocation = await kubelet.admit("pod", "main", {N150: 2})
+
     assert len(allocation.ids[N150]) == 2
     assert any("prefers" in text for text in kubelet.violations)
     assert f"{N150} gives /dev/null the permissions 'rwx'" in kubelet.violations
@@ -169,11 +174,14 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
     await kubelet.wait_for(lambda: taken not in kubelet.healthy(other))
     await kubelet.admit("second", "main", {other: 1})
     await kubelet.running("second", "main")
+
     assert bool(kubelet.violations) is is_violation, kubelet.violations
+
     kubelet.violations.clear()
     kubelet.end("first")
     kubelet.crash("second", "main")
     await kubelet.running("second", "main")
+
     assert kubelet.violations == []
 
 
@@ -193,4 +201,5 @@ async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench
         await plugin.serve()
         await plugin.register()
         await kubelet.wait_for(lambda: kubelet.pods.sources_ready)
+
         assert kubelet.killed == killed
