@@ -12,22 +12,43 @@ Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
-    HEALTH, CHIPS                     test_health, test_places, test_exclude
-    HOLDS                             test_holds, test_holds_explored, test_hugepages
-                                      test_ownership, test_migration
-    RESOURCES, PREFERRED ALLOCATION   test_resources, test_preferred
+    HEALTH                            test_health
+    CHIPS                             test_places, test_exclude
+    RESOURCES                         test_resources
+    HOLDS                             test_holds, test_holds_explored, test_ownership,
+                                      test_migration
+      its directories                 test_directories
+    PREFERRED ALLOCATION              test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
-    DECISION                          each of the above; test_exclude
-    REPORTS, CONNECTIONS              test_metrics, test_list
-    THREADS, FILES, KERNEL EVENTS     test_readers, test_files, test_events
+    DECISION, REPORTS                 each of the above and below
+    THREADS                           test_readers
+    FILES                             test_files
     SYSTEMD                           test_systemd
-    HOST, REQUESTS, DAEMON            test_daemon, test_turns, test_hugepages, test_garbage
-    REGISTRATION, POD RESOURCES       test_session, test_ownership
+    KERNEL EVENTS                     test_events
+    HOST, REQUESTS, DAEMON            test_daemon; test_turns, while something fails; test_garbage
+    REGISTRATION                      test_session
+    POD RESOURCES                     test_ownership
+    CONNECTIONS                       test_metrics, test_list
     COMMAND LINE                      test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_postinst, test_sbom, test_examples, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
+
+Where a new test goes: to the chapter that it is about, into the nearest world in which its promise
+is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
+simulated node (the example below), what a command prints by commands.py; what only a real kubelet,
+runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if they find
+other faults, as these:
+
+    who has a chip      test_holds: rules, each alone; test_holds_explored: any order of events, in
+                        one book of holds; test_ownership: that calls and loop obey the book;
+                        test_sequences: all outputs together; e2e: that kubelets are like ours
+    directories         test_holds: which one an answer names; test_directories: that it is there
+    reasons             test_health: their texts; test_list: that every output has the same one
+
+The exploration has no other plugins, no locks and no reload of `hugepages`, and takes two pods with
+one ID as they are: for these, test_holds and test_directories have a test each.
 
 Helpers:
 
@@ -37,12 +58,15 @@ Helpers:
     world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
     world/kubelet.py   the reference kubelet; its arguments select version and runtime
+    world/reference.py plugins that are not ours
+    world/book.py      a book of holds, with a checkpoint, cgroups and a clock
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/container.py   a booted Debian; e2e/node.py: a node with a real kubelet
     bench.py, soak.py  costs and leaks; demo.py: what make demo shows
 
-A test of the daemon in this process begins like this one. It waits for a
-condition, with kubelet.wait_for(), or until() of world/processes.py, and never sleeps.
+A test of the daemon in this process begins like this one. It waits for a condition, with
+kubelet.wait_for(), or until() of world/processes.py, and never sleeps. What lasts half a minute is
+over with half_a_minute_later() of conftest.py.
 
     async def test_an_n150_is_a_device(node, kubelet, start):
         node.add("n150")

@@ -28,6 +28,7 @@ def test_the_help_is_an_overview_of_the_commands() -> None:
     """It has no options of commands, and says where these are."""
     ended = run("--help")
     assert ended.status == 0 and "COMMAND --help" in ended.out
+
     for name, command in ttdp.COMMANDS.items():
         assert f"  {name}  " in ended.out
         assert command.help in " ".join(ended.out.split())
@@ -76,6 +77,7 @@ def test_no_command_is_the_help_on_stderr() -> None:
     """With status 2: a daemon starts only by `run`. The last line says what is missing."""
     ended = run()
     assert (ended.status, ended.out) == (2, "")
+
     missing = "tt-device-plugin: a command is missing: run, list, check or fix"
     assert ended.err == f"{run('--help').out}\n{missing}\n"
 
@@ -104,10 +106,12 @@ def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
     """Status 2 and the usage, before anything else happens."""
     ended = run(*words)
     assert (ended.status, ended.out) == (2, "")
+
     usage, error = ended.err.splitlines()
     command = words[0] if words[0] in ttdp.COMMANDS else "|".join(ttdp.COMMANDS)
     if command == "fix":
         command = "fix ADDRESS"
+
     assert usage == f"usage: tt-device-plugin {command} [OPTIONS]"
     assert error.partition(": error: ")[2].removeprefix("argument command: ").startswith(reason)
 
@@ -186,6 +190,7 @@ def test_lines_for_the_journal_have_a_priority(tmp_path: Path) -> None:
     """Each line begins with its syslog level, each line of a traceback, too."""
     lines = talk(tmp_path / "err", 0)
     assert lines[:4] == ["<7>said", "<6>said", "<4>said", "<3>said"]
+
     traceback = lines[4:]
     assert "a test" in traceback[0] and traceback[-1] == "<3>second line" and len(traceback) > 4
     assert all(line.startswith("<3>") for line in traceback)

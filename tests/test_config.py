@@ -535,19 +535,10 @@ def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
     assert from_file("\n".join(written)) == settings
 
 
-@given(st.text(st.sampled_from("ab-./"), min_size=1, max_size=80), st.integers(1, 4194304))
-def test_the_longest_directory_has_room_for_every_socket(resource: str, pid: int) -> None:
-    """A Unix socket's address has 107 bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.getpid", lambda: pid)
-        patch.setattr(ttdp, "_socket_numbers", itertools.count(99_999))
-        name = ttdp.new_socket_name(resource)
-    assert len(f"{'/' * ttdp.PLUGIN_DIR_MAX}/{name}") <= ttdp.SOCKET_PATH_MAX
-
-
 def test_times_are_those_of_the_design() -> None:
     """Other tests hurry them, or wait for what they are."""
     names = "START_TIMEOUT METRICS_INTERVAL WRITTEN_WITHIN CREATED_WITHIN LINK_TIMEOUT EMPTY_WITHIN"
     assert [getattr(ttdp, name) for name in names.split()] == [25, 15, 30, 120, 1, 1]
     assert (ttdp.REGISTER_TIMEOUT, ttdp.BACKOFF) == (10, (0.1, 5))
     assert (ttdp.READ_TIMEOUT, ttdp.FIRMWARE_TIMEOUT, ttdp.BIND_TIMEOUT) == (2, 10, 10)
+    assert (ttdp.ROUND, ttdp.START_INTERVAL, ttdp.METRICS_ARE_OLD) == (5, 0.1, 120)

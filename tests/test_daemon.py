@@ -37,6 +37,7 @@ async def test_each_board_is_a_resource_with_a_device_per_device_file(
     for resource in expected:
         await kubelet.registered(f"tenstorrent.com/{resource}")
     capacity = {f"tenstorrent.com/{name}": number for name, number in expected.items()}
+
     assert kubelet.capacity() == kubelet.allocatable() == capacity
 
 
@@ -72,13 +73,16 @@ async def test_an_unhealthy_chip_leaves_allocatable_until_it_recovers(
     await kubelet.registered(N150)
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
+
     assert kubelet.capacity()[N150] == 2 and kubelet.allocatable()[N150] == 1
     assert "heartbeat stalled" in str(daemon.chip(chip.bdf).reason)
     with pytest.raises(AdmissionError):
         await kubelet.admit("pod", "main", {N150: 2})
+
     chip.thaw()
     await kubelet.wait_for(lambda: kubelet.healthy(N150) == {chip.bdf, other.bdf})
     lines = [line for line in caplog.messages if ": unhealthy: " in line or "again" in line]
+
     assert len(lines) == 2 and all(line.startswith(chip.bdf) for line in lines)
 
 
@@ -89,6 +93,7 @@ async def test_hot_plug_reaches_the_kubelet_by_events(
     daemon = await start(interval=3600)
     await ready(daemon)
     assert not kubelet.find("register")
+
     (chip,) = node.add("p150a")
     await kubelet.wait_for(lambda: kubelet.healthy(P150) == {chip.bdf})
     chip.vanish()
@@ -116,7 +121,9 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     await kubelet.registered(P150)
     first.bind()
     await until(lambda: daemon.notified(f"{waiting} {second.bdf}"))
+
     assert not daemon.notified("READY=1")
+
     second.bind()
     await ready(daemon)
     assert daemon.notified("STATUS=2 × tenstorrent.com/n150, 2 healthy; 1 × tenstorrent.com/p150")
@@ -127,22 +134,25 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """One line names the card; it is found all the same when it comes."""
-    assert ttdp.BIND_TIMEOUT == 10
     monkeypatch.setattr("ttdp.BIND_TIMEOUT", 0.3)
     (chip,) = node.add("n150")
     chip.unbind()
     daemon = await start(interval=3600)
     await ready(daemon)
+
     assert sum(chip.bdf in line for line in caplog.messages) == 1
+
     chip.bind()
     await until(lambda: daemon.notified("STATUS=1 × tenstorrent.com/n150, 1 healthy"))
 
 
-@pytest.mark.parametrize("why", ["no driver", "another driver", "kept", "unknown", "gone"])
+@pytest.mark.parametrize(
+    "why", ["no driver", "another driver", "kept", "unknown", "gone", "excluded"]
+)
 async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """No driver is loaded, vfio has the function or is to have it, it is a Grayskull, or gone."""
+    """None is loaded, vfio has or is to have it, it is a Grayskull, gone, or out of service."""
     monkeypatch.setattr("ttdp.BIND_TIMEOUT", 4 * PATIENCE)
     (chip,) = node.add("n150")
     chip.unbind()
@@ -156,7 +166,8 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
         chip.write("device", b"0xfaca\n")
     elif why == "gone":
         chip.vanish()
-    await ready(await start(interval=3600))
+    excluded = (chip.bdf,) if why == "excluded" else ()
+    await ready(await start(interval=3600, exclude=excluded))
 
 
 # -- host paths ------------------------------------------------------------------------------------
@@ -176,6 +187,7 @@ async def test_the_link_of_udev_is_waited_for(
     await ready(daemon)
     later(0.1, chip.mislead, f"../{chip.ordinal}")
     answer = await kubelet.admit("pod", "main", {N150: 2})
+
     assert str(chip.by_pci) in [device.host_path for device in answer.devices]
     assert chip.by_pci.readlink() == Path(f"../{chip.ordinal}")
 
@@ -186,7 +198,6 @@ async def test_without_the_link_a_container_gets_the_device_file(
     has_rule: bool,
 ) -> None:  # fmt: skip
     """After a second if the rule is in force, else at once."""
-    assert ttdp.LINK_TIMEOUT == 1.0
     monkeypatch.setattr("ttdp.LINK_TIMEOUT", 0.2 if has_rule else 4 * PATIENCE)
     node = SimulatedNode(tmp_path / "unlinked", links=has_rule)
     chip, _ = node.add("n150") + node.add("n150")
@@ -197,6 +208,7 @@ async def test_without_the_link_a_container_gets_the_device_file(
         await ready(daemon)
         await kubelet.registered(N150)
         answer = await asyncio.wait_for(kubelet.admit("pod", "main", {N150: 2}), PATIENCE)
+
     assert str(chip.device_node) in [device.host_path for device in answer.devices]
 
 
@@ -212,6 +224,7 @@ async def test_with_cdi_nothing_waits_for_the_link(
     await start(interval=3600, device_list_strategy="cdi")
     await kubelet.registered(N150)
     answer = await asyncio.wait_for(kubelet.admit("pod", "main", {N150: 2}), PATIENCE)
+
     assert f"tenstorrent.com/device={chip.bdf}" in answer.cdi_devices and not answer.devices
 
 
@@ -228,12 +241,15 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
     problem = f"pods cannot get devices through {file}: {cdi} does not exist"
     status = f"STATUS=1 × {N150}, 1 healthy; registered with kubelet"
     await until(lambda: f"{status}; {problem}" in daemon.notes)
+
     assert caplog.messages.count(problem) == 1
+
     (name,) = plugin_sockets(directory)
     async with grpc.aio.insecure_channel(f"unix:{directory}/{name}") as channel:
         stub: Any = rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
         request = pb.AllocateRequest()
         request.container_requests.add(devices_ids=[chip.bdf])
+
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.Allocate(request)
         assert (refusal.value.code().name, refusal.value.details()) == ("UNAVAILABLE", problem)
@@ -241,6 +257,7 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
     cdi.mkdir()
     await until(lambda: status in daemon.notes)
     await kubelet.admit("pod", "main", {N150: 1})
+
     assert ttdp.cdi_nodes(Path(file).read_text()) == {chip.bdf: str(chip.device_node)}
 
 
@@ -322,6 +339,7 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     await start(interval=3600, health=STALLS, state_dir=str(short_tmp))
     await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))
     first = kubelet.find("list", since=restarted)[0].fields
+
     assert first["unhealthy_ids"] == [dead.bdf] and first["healthy_ids"] == [revived.bdf]
 
 
@@ -363,6 +381,7 @@ async def test_a_device_that_is_not_listed_is_none(
     bad.device_node.unlink()
     bad.device_node.touch()
     daemon = await start(interval=0.1, fail_on_init_error=True)
+
     assert await asyncio.wait_for(daemon.ended(), PATIENCE) == 1
 
 
@@ -377,6 +396,7 @@ async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(
         step()
         reason = "not bound" if step != node.unload_driver else "modprobe"
         await until(lambda: reason in str(daemon.chip(node.chips[0].bdf).reason))  # noqa: B023
+
     assert len([text for text in caplog.messages if "unhealthy: " in text]) == 2
 
 
@@ -393,4 +413,5 @@ async def test_it_can_end_at_any_moment_of_its_start(
                 await asyncio.sleep(0.0005)
             assert await asyncio.wait_for(daemon.stop(), PATIENCE) == 0
     chip.unblock()
+
     assert "ERROR" not in {record.levelname for record in caplog.records}

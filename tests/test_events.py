@@ -251,17 +251,6 @@ async def test_a_watch_that_is_refused_is_tried_again(
     found.directory.close()
 
 
-async def test_without_inotify_one_line_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the setting to raise; changes are found at the next turn."""
-    monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda *_: -1)
-    async with watched(tmp_path) as found:
-        assert "raise fs.inotify.max_user_*" in caplog.text
-        (tmp_path / "kubelet.sock").touch()
-        assert found.directory.take_changes()
-
-
 async def test_the_watch_can_have_the_descriptor_0(tmp_path: Path) -> None:
     """A daemon that was started by hand can have a closed stdin."""
     stdin = os.dup(0)

@@ -274,20 +274,6 @@ def test_list_and_check_show_it(host: Host) -> None:
 # -- live ------------------------------------------------------------------------------------------
 
 
-async def test_the_start_does_not_wait_for_a_chip_out_of_service(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver may never bind it."""
-    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 3600.0)
-    node.add("n150")
-    (excluded,) = node.add("p150a")
-    excluded.unbind()
-
-    daemon = await start(exclude=(excluded.bdf,))
-
-    await until(lambda: daemon.notified("READY=1"))
-
-
 async def test_a_reload_takes_a_chip_out_of_service_and_back(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch, short_tmp: Path,

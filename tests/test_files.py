@@ -1,4 +1,4 @@
-"""Files for others, the state file, lock directories: that they follow, and that none is stale."""
+"""Files for others and the state file: that they follow, and that none is stale."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.chips import bdf, chip, decide, hold, kind_of
+from tests.chips import bdf, chip, hold, kind_of
 from tests.commands import host_with
 from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
 from ttdp import (
     ChipState,
-    Directories,
     HealthSettings,
     HoldState,
     Inventory,
     Kind,
-    Mount,
     OutputFile,
     Reading,
     SavedState,
     Settings,
-    SharedResource,
-    Sharing,
     Start,
     Telemetry,
     Vitals,
@@ -560,94 +555,3 @@ def test_the_state_stays_if_a_new_one_cannot_be_written(settings: Settings, tmp_
 
     state.save(["/new"], {}, [])
     assert "/new" in path.read_text() and mode_of(path) == 0o600
-
-
-# -- lock directories ------------------------------------------------------------------------------
-
-
-def shared(lock_dir: Path | str) -> Sharing:
-    return Sharing(lock_dir=str(lock_dir), resources=(SharedResource("n150", 4),))
-
-
-async def mounts(kubelet: Kubelet, pod: str) -> list[tuple[str, str, bool]]:
-    """Return host path, container path and read_only of the mounts in a new pod."""
-    got = await kubelet.admit(pod, "main", {N150: 1})
-    return [(each.host_path, each.container_path, each.read_only) for each in got.mounts]
-
-
-async def test_containers_on_a_shared_device_share_their_locks_also_if_one_of_them_owns_them(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """Under either strategy; root in a container can give them away and close them."""
-    node.add("n150")
-    (short_tmp / "cdi").mkdir()
-    locks = short_tmp / "locks/n150"
-    own = (str(locks), "/dev/shm", False)
-    more = {"mounts": (Mount("/m", "/m"),), "sharing": shared(locks.parent), "interval": 0.05}
-
-    for strategy, wanted in (("device-specs", [("/m", "/m", False), own]), ("cdi", [own])):
-        daemon = await start(device_list_strategy=strategy, **more)
-        await kubelet.registered(N150)
-        assert await mounts(kubelet, f"{strategy}-1") == wanted
-
-        locks.chmod(0o700)
-        if os.geteuid() == 0:
-            os.chown(locks, NOBODY, NOBODY)
-        assert await mounts(kubelet, f"{strategy}-2") == wanted
-
-        await daemon.stop()
-        await kubelet.wait_for(lambda: not kubelet.manager.plugins.is_listed(N150))
-
-
-async def test_locks_that_a_pod_has_are_created_again(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """Its containers start again with their former answer after a reboot, or a clean-up."""
-    node.add("n150")
-    locks = short_tmp / "locks/n150"
-    await start(interval=0.05, sharing=shared(locks.parent))
-    await kubelet.registered(N150)
-    assert not locks.exists()
-
-    await kubelet.admit("pod", "main", {N150: 1})
-    assert mode_of(locks) == 0o1777
-
-    locks.rmdir()
-    await until(lambda: locks.is_dir() and mode_of(locks) == 0o1777)
-
-
-@pytest.mark.parametrize(
-    ("lock_dir", "path"),
-    [("/run/locks", "/run/locks/n150"), ("/dev/shm", "/dev/shm"), ("", None)],
-)
-def test_a_lock_directory_is_for_one_resource(lock_dir: str, path: str | None) -> None:
-    """The host's own /dev/shm is as it is; without a directory there are no common locks."""
-    settings = Settings(sharing=shared(lock_dir))
-    resource = decide([chip(1)], settings).resources[N150]
-    assert ttdp.lock_path(resource, resource.devices, settings) == path
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda locks, elsewhere: (locks / "n150").symlink_to(elsewhere),
-        lambda locks, elsewhere: (locks / "n150").touch(),
-        lambda locks, elsewhere: (locks.rmdir(), locks.symlink_to(elsewhere)),
-        lambda locks, _: os.chown(locks, NOBODY, NOBODY) if os.geteuid() == 0 else None,
-    ],
-    ids=["a link", "a file", "a link above it", "another user's"],
-)
-def test_only_directories_of_root_are_used_and_links_are_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, Path], object]
-) -> None:
-    """What is there stays as it is."""
-    locks, elsewhere = tmp_path / "locks", tmp_path / "elsewhere"
-    locks.mkdir()
-    elsewhere.mkdir(mode=0o700)
-    spoil(locks, elsewhere)
-    monkeypatch.setattr(os, "geteuid", lambda: NOBODY + 1)  # so that it is not ours either
-
-    with pytest.raises(OSError):
-        Directories(Settings()).make_for_locks(f"{locks}/n150")
-
-    assert mode_of(elsewhere) == 0o700 and not [*elsewhere.iterdir()]

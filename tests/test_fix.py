@@ -106,6 +106,7 @@ def test_no_step_is_taken_twice(kind: Kind) -> None:
     """What is left is a power cycle; of a driver that cannot be loaded, its installation."""
     end = ttdp.next_step(seen(kind, done=TAKEN))
     assert isinstance(end, End) and end.text == "what is left: power-cycle the host"
+
     unloaded = UNBOUND._replace(driver_is_loaded=False)
     end = ttdp.next_step(seen(Kind.NO_DRIVER, unloaded, done=TAKEN))
     assert isinstance(end, End) and "install the driver" in end.text
@@ -141,7 +142,9 @@ def test_the_command_that_clears_driver_override() -> None:
     kept = seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci")
     bind = COMMANDS[Step.BIND]
     clear = f"echo > {HERE.directory}/driver_override"
+
     assert ttdp.shown_command(Step.BIND, kept, ttdp.Settings(), "") == f"{clear} && {bind}"
+
     ours = kept._replace(override="tenstorrent")
     assert ttdp.shown_command(Step.BIND, ours, ttdp.Settings(), "") == bind
 
@@ -384,6 +387,7 @@ async def test_a_step_without_effect_is_not_taken_again(
     host.constants |= IN_VAIN
     controls.reset = lambda chip: None
     answer = await host.ask("fix", stalled.bdf, "--yes")
+
     assert controls.calls == ["tt-smi -r /dev/tenstorrent/0 --no_reinit"]
     assert answer.status == 1
     assert answer.out.endswith(
@@ -438,6 +442,7 @@ async def test_what_is_left_after_each_step(
     breaks(ill)
     await has_fault(daemon, ill, kind)
     answer = await host.ask("fix", ill.bdf, "--yes")
+
     assert (controls.calls, answer.status) == ([call], 1)
     assert f"what is left: {left}\n" in answer.out
 
@@ -455,6 +460,7 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(
         await terminal.shows("next step: wait")
         ill.post_reset()
         assert await terminal.ended() == 0
+
     assert controls.calls == [] and "healthy" in terminal.text
 
 
@@ -470,6 +476,7 @@ async def test_an_effect_has_four_health_intervals(
     controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
     host.constants["FOLLOWS_WITHIN"] = 0.1
     answer = await host.ask("fix", ill.bdf, "--yes")
+
     assert answer.status == 0, answer.out
 
 
@@ -483,6 +490,7 @@ async def test_to_wait_is_a_step_that_is_described(
     await has_fault(daemon, ill, Kind.RESETTING)
     host.constants["RESET_TAKES"] = 3600.0
     answer = await host.ask("fix", ill.bdf)
+
     assert "next step: wait, because a reset" in answer.out
     assert (answer.status, controls.calls) == (1, [])
 
@@ -501,6 +509,7 @@ async def test_a_healthy_chip_is_left_alone(
     await until(lambda: daemon.daemon.host.holds.names)
     answer = await host.ask("fix", "0000:0A:00.0")
     state = "0000:0a:00.0 (n150): healthy; used by default/train-0"
+
     assert (answer.out, answer.status) == (f"{state}\nnothing needs to be done\n", 0)
     assert controls.calls == []
 
@@ -513,6 +522,7 @@ async def test_a_chip_that_is_out_of_service_is_left_alone(
     await serve(exclude=(chip.bdf,))
     chip.unbind()
     answer = await host.ask("fix", chip.bdf, "--yes")
+
     assert answer.out.endswith("nothing is done: the chip is excluded, and no pod holds it\n")
     assert (controls.calls, answer.status) == ([], 0)
 
@@ -535,6 +545,7 @@ async def test_what_no_command_helps(
     breaks(ill)
     await has_fault(daemon, ill, kind)
     answer = await host.ask("fix", ill.bdf, "--yes")
+
     assert text in answer.out and "nothing is done" in answer.out
     assert (controls.calls, answer.status) == ([], 1)
 
@@ -559,6 +570,7 @@ async def test_an_address_that_is_none(
     daemon = await serve()
     await until(lambda: all(each.identity.serial for each in daemon.decision.chips.values()))
     answer = await host.ask("fix", address, "--yes")
+
     assert (answer.out, answer.err, answer.status) == ("", reason, 2)
 
 
@@ -567,6 +579,7 @@ async def test_a_tray_is_a_board(host: Served, serve: Serve) -> None:
     host.node.add("galaxy-wormhole")
     await serve()
     answer = await host.ask("fix", "0000:C0", "--yes")
+
     assert answer.err.startswith("0000:c0 is a board; give the address of a chip: 0000:c1:00.0, ")
     assert answer.status == 2
 
@@ -579,6 +592,7 @@ async def test_a_card_that_is_not_supported(host: Served, serve: Serve) -> None:
     chip.show("device")
     await serve()
     answer = await host.ask("fix", chip.bdf, "--yes")
+
     assert answer.err.startswith(f"{chip.bdf} is not supported: ") and answer.status == 1
 
 
@@ -590,6 +604,7 @@ async def test_without_a_daemon_it_is_one_line(host: Served, controls: Controls)
     (chip,) = host.node.add("n150")
     chip.unbind()
     answer = await host.ask("fix", chip.bdf, "--yes")
+
     assert answer.err == "the service is not running; run: systemctl start tt-device-plugin\n"
     assert (answer.out, controls.calls, answer.status) == ("", [], 1)
 
@@ -600,6 +615,7 @@ async def test_the_daemon_must_have_the_same_roots(
     """Or its view would be of another machine; one line."""
     answer = await host.ask("fix", stalled.bdf, "--yes", TTDP_PROC_ROOT="/proc")
     assert answer.status == 0  # the flag outweighs it
+
     elsewhere = Host(host.root, SimulatedNode(host.root / "other"), host.environ)
     answer = await elsewhere.ask("fix", stalled.bdf, "--yes")
     assert answer.err.startswith("the service uses different directories")
@@ -613,6 +629,7 @@ async def test_the_daemon_must_have_the_same_version(
     monkeypatch.setattr(ttdp, "__version__", "0.1.9")
     answer = await host.ask("fix", stalled.bdf, "--yes")
     expected = f"the service is still version 0.1.9, not {ttdp_version()}; run: systemctl restart "
+
     assert answer.err == f"{expected}tt-device-plugin\n" and answer.status == 1
 
 
@@ -642,6 +659,7 @@ async def test_who_may_not_is_told_to_be_root(host: Served, serve: Serve, place:
     path = (host.root if place == "status.sock" else host.node.root) / place
     path.chmod(0)
     answer = await asyncio.to_thread(host.run_as_process, "fix", ill.bdf, "--yes", as_other=True)
+
     assert answer.err.endswith(" as root\n") and str(path) in answer.err
     assert len(answer.err.splitlines()) == 1 and answer.status == 1
 
@@ -781,8 +799,10 @@ async def test_a_chip_that_goes_away_before_the_answer(
         stalled.thaw()
         terminal.type("y\n")
         second = await terminal.shows(QUESTION)
+
         assert "your answer was for another step" in second and "rescan the PCI bus" in second
         assert controls.calls == []
+
         terminal.type("y\n")
         assert await terminal.ended() == 0
     assert controls.calls == ["rescan 1"]
@@ -865,6 +885,7 @@ async def test_the_other_chip_can_be_unknown(host: Served, serve: Serve) -> None
     ill.die(bus=True)
     await has_fault(daemon, ill, Kind.NO_RESPONSE)
     answer = await host.ask("fix", ill.bdf)
+
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
 
@@ -903,6 +924,7 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(
         answer = await host.ask("fix", ill.bdf, "--yes")
         text = answer.out
         assert answer.status == 1 and text.endswith("the question needs a terminal\n")
+
     assert "CPLD firmware 1.16" in text and controls.calls == []
 
 
@@ -918,6 +940,7 @@ async def test_a_missing_tt_smi(host: Served, controls: Controls, stalled: Chip)
     (other / "tt-smi").chmod(0o755)
     answer = await host.ask("fix", stalled.bdf, "--yes", PATH=f"{other}:{os.environ['PATH']}")
     reason = f"tt-smi was not found in {host.node.root}/bin (sudo has a PATH of its own)\n"
+
     assert answer.out.endswith(reason) and answer.status == 1
 
 
@@ -927,6 +950,7 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
     program.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = ttdp.Settings()
+
     assert ttdp.find_program("tt-smi", settings) == (str(program), str(tmp_path))
     assert ttdp.find_program("modprobe", settings) == (None, str(tmp_path))
 
@@ -939,6 +963,7 @@ async def test_a_tt_smi_that_is_too_old(
     controls.version = version
     answer = await host.ask("fix", stalled.bdf, "--yes")
     expected = f"bin/tt-smi is version {version or 'unknown'}; 4.2 or later is needed\n"
+
     assert answer.out.endswith(expected)
     assert (controls.calls, answer.status) == ([], 1)
 
@@ -982,8 +1007,11 @@ async def test_ctrl_c_ends_a_tt_smi_that_hangs(
         terminal.type("y\n")
         await until(lambda: controls.calls)
         terminal.type("\x03")
+
         assert await terminal.ended() == 130
+
     assert "heartbeat stalled" in await terminal.shows("interrupted\n")
+
     await until(lambda: controls.waiting == 0)
     assert terminal.text.endswith("pods that must be started again: default/train-0\n")
 
@@ -1048,7 +1076,9 @@ async def test_ctrl_c_does_not_end_modprobe(host: Served, controls: Controls, se
         controls.before = lambda call: press_ctrl_c(terminal)
         await terminal.shows(QUESTION)
         terminal.type("y\n")
+
         assert await terminal.ended() == 130
+
     assert controls.calls == ["modprobe tenstorrent"] and ill.ordinal is not None
 
 
@@ -1060,7 +1090,9 @@ async def test_an_interrupt_while_it_waits(host: Served, controls: Controls, sta
         await until(lambda: controls.calls)
         await terminal.shows("done")
         terminal.type("\x03")
+
         assert await terminal.ended() == 130
+
     assert terminal.text.rstrip().endswith("pods that must be started again: default/train-0")
 
 

@@ -139,6 +139,7 @@ async def test_an_unhealthy_device_is_not_allocated(
     node.chips[0].die()
     await kubelet.wait_for(lambda: kubelet.unhealthy(NAME))
     error = await refusal(stub.Allocate(allocation([ONE])))
+
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert all(word in (error.details() or "") for word in (ONE, "does not respond"))
 
@@ -164,6 +165,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
             call: Any = channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
             assert (await refusal(call(b"\xff\xff\xff\xff"))).code() == grpc.StatusCode.UNKNOWN
         assert len(text.getvalue().splitlines()) == 1 and "Traceback" not in text.getvalue()
+
         ttdp.log.addHandler(handler)
         with ttdp.log_and_continue("a test"):
             raise ValueError

@@ -22,199 +22,78 @@ from hypothesis import strategies as st
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from tests.chips import bdf, chip, decide, hold
-from tests.world.checkpoint import Entry, Held, Snapshot
-from ttdp import Call, Hold, HoldBook, HoldState, Mount, Settings
+from tests.world.book import ALWAYS, DOMAIN, FIRST, N150, BookWorld, entry
+from tests.world.checkpoint import Entry, Held
+from ttdp import Call, Hold, HoldState
 
 A, B = bdf(1), bdf(2)
-FIRST = "0b6cd6e4-9fd5-4b5c-8d4e-4a3a5f6f2d61"  # pods
-SECOND = "5d1f7a52-0c3e-4f0b-9d55-3a1b2c4d5e6f"
-DOMAIN = "tenstorrent.com"
-N150, N150A = f"{DOMAIN}/n150", f"{DOMAIN}/n150a"
-ALWAYS = 200  # seconds after which nothing changes any more
+SECOND = "5d1f7a52-0c3e-4f0b-9d55-3a1b2c4d5e6f"  # a pod
+N150A = f"{DOMAIN}/n150a"
 MONITOR = f"{ttdp.CONMON}1234"  # CRI-O's, beside a container's cgroup
 
 
-def entry(
-    *buses: int,
-    pod: str = FIRST,
-    container: str = "main",
-    resource: str = N150,
-    ids: Iterable[str] = (),
-    directory: Path | None = None,
-    **settings: Any,
-) -> Entry:
-    """What the kubelet writes of an answer; ids: the chips' addresses, unless they are given."""
-    chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
-    mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
-    name = f"{chips[0].bdf}-{container}-{pod}"
-    answer = ttdp.container_edits(chips, {}, Settings(**settings), mounts, name)
-    held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
-    return Entry(pod, container, resource, held)
-
-
-class World:
-    """A book of holds, and the checkpoint, the cgroups and the clock that a test gives it."""
-
-    def __init__(self, home: Path, saved: Iterable[HoldState] = (), now: float = 1000.0) -> None:
-        self.home = home
-        self.now = now
-        self.settings = Settings(
-            device_plugin_dir=str(home), sysfs_root=f"{home}/sys", dev_root=f"{home}/dev"
-        )
-        self.path = home / ttdp.CHECKPOINT
-        self.cgroups = home / "sys/fs/cgroup"
-        self.cgroups.mkdir(parents=True, exist_ok=True)
-        (self.cgroups / "cgroup.controllers").touch()
-        self.book = HoldBook(self.settings, saved)
-
-    def restarted(self) -> World:
-        """What the next daemon of this boot knows."""
-        saved = json.loads(json.dumps(self.book.to_saved()))
-        return World(self.home, [HoldState.from_saved(each) for each in saved], self.now)
-
-    # The kubelet
-
-    def answer(self, given: Entry) -> None:
-        """Answer Allocate; the kubelet has not written it yet."""
-        self.look()
-        found = ttdp.read_answer(given.held.answer).of(given.resource, given.held.ids)
-        self.book.add(found, self.now)
-
-    def write(self, *entries: Entry, registered: Any = None) -> None:
-        self.put(Snapshot([*entries], registered or {}).json())
-
-    def put(self, content: bytes) -> None:
-        """Replace the checkpoint, as the kubelet does."""
-        new = self.home / ".new"
-        new.write_bytes(content)
-        new.rename(self.path)
-
-    # The pods' cgroups, of version 2
-
-    def cgroup(self, pod: str) -> Path:
-        return self.cgroups / f"kubepods/burstable/pod{pod}"
-
-    def make_cgroup(self, pod: str = FIRST, *containers: str) -> None:
-        """Give a pod a cgroup with processes in these containers, and in no others."""
-        for name in containers:
-            (self.cgroup(pod) / name).mkdir(parents=True, exist_ok=True)
-            (self.cgroup(pod) / name / "cgroup.events").write_text("populated 1\n")
-        self.cgroup(pod).mkdir(parents=True, exist_ok=True)
-        for directory in self.cgroup(pod).iterdir():
-            if directory.is_dir() and directory.name not in containers:
-                shutil.rmtree(directory)
-        (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(bool(containers))}\n")
-
-    def remove_cgroup(self, pod: str = FIRST) -> None:
-        shutil.rmtree(self.cgroup(pod), ignore_errors=True)
-
-    # What the daemon sees
-
-    def look(self) -> set[str]:
-        """Look at everything; return the chips of the current holds."""
-        self.book.refresh(self.now, DOMAIN, look=True)
-        return {bdf for each in self.current() for bdf in each.chips}
-
-    def current(self) -> tuple[Hold, ...]:
-        return self.book.current(self.now)
-
-    def running(self) -> set[str]:
-        """The pods for which a stranger's container would wait."""
-        stranger = Call("example.com/any", frozenset(), frozenset(map(bdf, range(9))), ())
-        return {each.pod for each in self.book.waits_for(stranger, self.current())}
-
-    def seconds(self, holds: Callable[[], object]) -> float:
-        """Return for how long this holds, looking each second; at most ALWAYS."""
-        began = self.now
-        self.look()
-        while holds() and self.now < began + ALWAYS:
-            self.now += 1
-            self.look()
-        return self.now - began
-
-    def call(self, given: Entry) -> Call:
-        """PreStartContainer comes for a container."""
-        self.look()
-        ids = frozenset(given.held.ids)
-        chips = ttdp.read_answer(given.held.answer).chips
-        return self.book.call(given.resource, ids, chips, self.now)
-
-    def outcome(self, call: Call) -> str | set[str]:
-        """Return what becomes of a call now: the pods for which it waits, if it does."""
-        self.look()
-        if self.book.was_deleted(call, self.now):
-            return "refused"
-        if others := self.book.waits_for(call, self.current()):
-            return {each.pod for each in others}
-        self.book.allow(call, self.now)
-        return "allowed"
-
-    def start(self, given: Entry) -> str | set[str]:
-        return self.outcome(self.call(given))
-
-
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> BookWorld:
+    return BookWorld(tmp_path)
 
 
 # -- which holds are current -----------------------------------------------------------------------
 
 
-def answered(world: World) -> None:
+def answered(world: BookWorld) -> None:
     world.answer(entry())
 
 
-def answered_and_started(world: World) -> None:
+def answered_and_started(world: BookWorld) -> None:
     world.answer(entry())
     world.start(entry())
 
 
-def written(world: World) -> None:
+def written(world: BookWorld) -> None:
     world.answer(entry())
     world.write(entry())
 
 
-def written_and_started(world: World) -> None:
+def written_and_started(world: BookWorld) -> None:
     written(world)
     world.make_cgroup(FIRST, "pause")
     world.start(entry())
     world.make_cgroup(FIRST, "pause", "main")
 
 
-def written_with_a_cgroup(world: World) -> None:
+def written_with_a_cgroup(world: BookWorld) -> None:
     written(world)
     world.make_cgroup()
     world.now += 60
 
 
-def written_and_over(world: World) -> None:
+def written_and_over(world: BookWorld) -> None:
     written_and_started(world)
     world.look()
     world.remove_cgroup()
 
 
-def written_and_back(world: World) -> None:
+def written_and_back(world: BookWorld) -> None:
     written_and_over(world)
     world.look()
     world.make_cgroup()
 
 
-def forgotten(world: World) -> None:
+def forgotten(world: BookWorld) -> None:
     written_and_started(world)
     world.now += 60
     world.look()
     world.write()
 
 
-def forgotten_soon(world: World) -> None:
+def forgotten_soon(world: BookWorld) -> None:
     written(world)
     world.now += 10
     world.look()
     world.write()
 
 
-def forgotten_with_a_sandbox(world: World) -> None:
+def forgotten_with_a_sandbox(world: BookWorld) -> None:
     written(world)
     world.make_cgroup(FIRST, "pause")
     world.now += 60
@@ -222,18 +101,18 @@ def forgotten_with_a_sandbox(world: World) -> None:
     world.write()
 
 
-def forgotten_and_empty(world: World) -> None:
+def forgotten_and_empty(world: BookWorld) -> None:
     forgotten(world)
     world.make_cgroup()
 
 
-def forgotten_while_created(world: World) -> None:
+def forgotten_while_created(world: BookWorld) -> None:
     written_with_a_cgroup(world)
     world.start(entry())
     world.write()
 
 
-TABLE: list[tuple[Callable[[World], None], int, int]] = [
+TABLE: list[tuple[Callable[[BookWorld], None], int, int]] = [
     # a hold of which this is seen; how long it is current from then on, also after a reboot
     (answered, 30, 0),
     (answered_and_started, 121, 0),
@@ -256,7 +135,11 @@ rows = pytest.mark.parametrize(
 @rows
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_hold_is_current_by_the_table(
-    world: World, row: Callable[[World], None], seconds: int, after_reboot: int, is_restarted: bool
+    world: BookWorld,
+    row: Callable[[BookWorld], None],
+    seconds: int,
+    after_reboot: int,
+    is_restarted: bool,
 ) -> None:
     """A restart of the daemon, which has looked, changes no row and prolongs nothing."""
     row(world)
@@ -269,18 +152,18 @@ def test_a_hold_is_current_by_the_table(
 
 @rows
 def test_after_a_reboot_the_checkpoint_alone_counts(
-    world: World, row: Callable[[World], None], seconds: int, after_reboot: int
+    world: BookWorld, row: Callable[[BookWorld], None], seconds: int, after_reboot: int
 ) -> None:
     """Its pods are started again, in the kubelet's time; what was seen before means nothing."""
     row(world)
     world.look()
     shutil.rmtree(world.cgroups)
 
-    rebooted = World(world.home, now=5.0)
+    rebooted = BookWorld(world.home, now=5.0)
     assert rebooted.seconds(rebooted.current) == after_reboot
 
 
-def test_a_hold_that_was_written_late_is_one_hold(world: World) -> None:
+def test_a_hold_that_was_written_late_is_one_hold(world: BookWorld) -> None:
     """It is recognised by the answer's name; so is that its start was allowed."""
     written_late = entry()
     world.answer(written_late)
@@ -295,7 +178,7 @@ def test_a_hold_that_was_written_late_is_one_hold(world: World) -> None:
     assert world.running() == {FIRST}
 
 
-def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: World) -> None:
+def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: BookWorld) -> None:
     """An older writing lands last; a sandbox that was there before is not taken for a start."""
     written(world)
     world.make_cgroup(FIRST, "pause")
@@ -310,7 +193,7 @@ def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: World) ->
     assert world.look() == {A} and not world.running()
 
 
-def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: World) -> None:
+def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: BookWorld) -> None:
     """Under the same UID, perhaps with another chip: the former one's ends with its cgroup."""
     former, returned = entry(1, pod="static"), entry(2, pod="static")
     world.answer(former)
@@ -330,7 +213,7 @@ def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: World) -> None:
     assert world.look() == {B}
 
 
-def test_nothing_is_kept_of_a_pod_that_has_ended(world: World) -> None:
+def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     """Memory and state file would grow with every pod."""
     world.answer(entry(2))
     written_and_started(world)
@@ -381,7 +264,7 @@ def test_the_next_daemon_of_the_same_boot_knows_all_of_a_hold(state: HoldState) 
 # -- which pods run --------------------------------------------------------------------------------
 
 
-def waiting_to_start(world: World, *containers: str) -> Entry:
+def waiting_to_start(world: BookWorld, *containers: str) -> Entry:
     """A pod in the checkpoint, with processes in these containers and no allowed start."""
     given = entry()
     world.answer(given)
@@ -391,7 +274,9 @@ def waiting_to_start(world: World, *containers: str) -> Entry:
     return given
 
 
-def test_a_pod_runs_from_its_first_allowed_start_until_its_cgroup_is_empty(world: World) -> None:
+def test_a_pod_runs_from_its_first_allowed_start_until_its_cgroup_is_empty(
+    world: BookWorld,
+) -> None:
     """Before, it has only a sandbox. When a new sandbox comes, a new start must be allowed."""
     given = waiting_to_start(world, "pause")
     assert not world.running()
@@ -414,7 +299,7 @@ def test_a_pod_runs_from_its_first_allowed_start_until_its_cgroup_is_empty(world
     assert world.running() == {FIRST}
 
 
-def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: World) -> None:
+def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: BookWorld) -> None:
     """Runtimes without a pause process have no process meanwhile; each start has its own time."""
     given = waiting_to_start(world)
     world.start(given)
@@ -438,7 +323,7 @@ def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: World) -> Non
     ],
 )
 def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
-    world: World, before: list[str], after: list[str], is_awaited: bool
+    world: BookWorld, before: list[str], after: list[str], is_awaited: bool
 ) -> None:
     """Not another container's, nor that of CRI-O's monitor; another one can end just then."""
     world.start(waiting_to_start(world, *before))
@@ -452,7 +337,7 @@ def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
     assert world.running() == ({FIRST} if is_awaited else set())
 
 
-def test_a_start_is_over_with_the_pods_cgroup(world: World) -> None:
+def test_a_start_is_over_with_the_pods_cgroup(world: BookWorld) -> None:
     """Whoever comes next does not wait for a container that never came."""
     world.start(waiting_to_start(world))
     world.remove_cgroup()
@@ -463,7 +348,7 @@ def test_a_start_is_over_with_the_pods_cgroup(world: World) -> None:
 
 @pytest.mark.parametrize("has_cgroup", [False, True])
 def test_a_hold_that_is_found_counts_as_started_if_its_pods_cgroup_is_there(
-    world: World, has_cgroup: bool
+    world: BookWorld, has_cgroup: bool
 ) -> None:
     """The daemon was installed while pods ran; after a reboot it is up before them."""
     if has_cgroup:
@@ -476,7 +361,9 @@ def test_a_hold_that_is_found_counts_as_started_if_its_pods_cgroup_is_there(
     assert world.running() == ({FIRST} if has_cgroup else set())
 
 
-def test_a_pod_runs_on_the_chips_of_those_containers_whose_start_was_allowed(world: World) -> None:
+def test_a_pod_runs_on_the_chips_of_those_containers_whose_start_was_allowed(
+    world: BookWorld,
+) -> None:
     """Another container's wait for their own."""
     pod = [entry(1), entry(2, container="side")]
     others = [entry(bus, pod=SECOND, resource=N150A) for bus in (1, 2)]
@@ -492,7 +379,7 @@ def test_a_pod_runs_on_the_chips_of_those_containers_whose_start_was_allowed(wor
 # -- starts ----------------------------------------------------------------------------------------
 
 
-def two_pods(world: World, **second: Any) -> tuple[Entry, Entry]:
+def two_pods(world: BookWorld, **second: Any) -> tuple[Entry, Entry]:
     """A pod that runs and was deleted by force, and one that has got its chip, with a sandbox."""
     first, heir = entry(), entry(pod=SECOND, **second)
     world.answer(first)
@@ -515,7 +402,7 @@ def two_pods(world: World, **second: Any) -> tuple[Entry, Entry]:
     ids=["same", "renamed", "shared", "regrouped"],
 )
 def test_a_container_waits_until_the_other_pod_has_ended(
-    world: World, second: dict[str, Any]
+    world: BookWorld, second: dict[str, Any]
 ) -> None:
     """Whatever the chip is called by now. A crash is no end, as the pod's container may return."""
     _, heir = two_pods(world, **second)
@@ -529,7 +416,7 @@ def test_a_container_waits_until_the_other_pod_has_ended(
     assert world.running() == {SECOND}
 
 
-def test_containers_that_share_a_device_do_not_wait_for_each_other(world: World) -> None:
+def test_containers_that_share_a_device_do_not_wait_for_each_other(world: BookWorld) -> None:
     """But for those that have the same chip under another resource."""
     one, two = entry(ids=[f"{A}::0"]), entry(pod=SECOND, ids=[f"{A}::1"])
     renamed = entry(pod="third", resource=N150A, ids=[f"{A}::1"])
@@ -542,20 +429,7 @@ def test_containers_that_share_a_device_do_not_wait_for_each_other(world: World)
     assert world.start(renamed) == {FIRST, SECOND}
 
 
-def test_a_pod_does_not_wait_for_itself(world: World) -> None:
-    """Its init container has the same device, and its containers are started again."""
-    pod = [entry(container="prepare"), entry()]
-    for each in pod:
-        world.answer(each)
-    world.write(*pod)
-    world.make_cgroup(FIRST, "pause")
-
-    for number in range(3):
-        assert world.start(entry()) == "allowed"
-        world.make_cgroup(FIRST, "pause", f"main-{number}")
-
-
-def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: World) -> None:
+def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: BookWorld) -> None:
     """Its starts are not seen, so these alone decide. Its device file has today's number."""
     answer = pb.ContainerAllocateResponse()
     answer.devices.add(host_path="/dev/tenstorrent/3", container_path="/dev/x", permissions="rw")
@@ -572,7 +446,7 @@ def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: World
         assert waits_for == ({FIRST} if containers else set())
 
 
-def test_of_two_pods_with_one_id_the_first_start_goes_on(world: World) -> None:
+def test_of_two_pods_with_one_id_the_first_start_goes_on(world: BookWorld) -> None:
     """kubernetes #137534. A start counts for both, as the call says only the ID; then one waits."""
     pods = [entry(), entry(pod=SECOND)]
     for each in pods:
@@ -597,7 +471,7 @@ def test_of_two_pods_with_one_id_the_first_start_goes_on(world: World) -> None:
     assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
 
 
-def test_a_call_whose_pod_was_deleted_is_refused(world: World) -> None:
+def test_a_call_whose_pod_was_deleted_is_refused(world: BookWorld) -> None:
     """The kubelet does not cancel it. Its caller is fixed when it comes, whoever comes later."""
     waiting = two_pods(world)[1]
     call = world.call(waiting)
@@ -614,7 +488,7 @@ def test_a_call_whose_pod_was_deleted_is_refused(world: World) -> None:
     assert world.start(third) == "allowed"
 
 
-def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: World) -> None:
+def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: BookWorld) -> None:
     """An entry can be missing for 31 ms, as an older writing lands last."""
     given = waiting_to_start(world, "pause")
     world.write()
@@ -628,7 +502,7 @@ def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: World) -> N
     assert world.running() == {FIRST}
 
 
-def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: World) -> None:
+def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: BookWorld) -> None:
     """Its entry is not missing for a moment, however soon the next pod's container starts."""
     former, heir = two_pods(world)
     assert [each.hold.pod for each in world.call(heir).callers] == [SECOND]
@@ -639,7 +513,7 @@ def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: World) -> 
     assert callers == {FIRST, SECOND}
 
 
-def test_a_start_before_its_answer_was_written_is_that_pods(world: World) -> None:
+def test_a_start_before_its_answer_was_written_is_that_pods(world: BookWorld) -> None:
     """It waits like any other, and counts until the checkpoint names its pod."""
     first = entry()
     world.answer(first)
@@ -653,7 +527,7 @@ def test_a_start_before_its_answer_was_written_is_that_pods(world: World) -> Non
     assert world.start(other) == {FIRST}
 
 
-def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: World) -> None:
+def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: BookWorld) -> None:
     """A kubelet that cannot write its checkpoint has pods all the same."""
     assert world.start(entry(pod=SECOND)) == "allowed"
     waiting_to_start(world, "pause")
@@ -661,7 +535,7 @@ def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: Wor
     assert world.start(entry(pod=SECOND, resource=N150A)) == {FIRST}
 
 
-def test_a_pod_that_has_ended_is_no_possible_caller(world: World) -> None:
+def test_a_pod_that_has_ended_is_no_possible_caller(world: BookWorld) -> None:
     """Its entry stays until the kubelet forgets it: not before its API server answers."""
     written_and_over(world)
     world.look()
@@ -685,7 +559,7 @@ def asks(*buses: int, resource: str = N150, ids: Iterable[str] = ()) -> Hold:
 
 
 def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have_used(
-    world: World,
+    world: BookWorld,
 ) -> None:
     """That of the pod's init container. So its other containers find the node's pages."""
     prepare = entry(container="prepare", directory=own("x"))
@@ -704,7 +578,7 @@ def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have
 @pytest.mark.parametrize("used_by", ["itself", "another that names it"])
 @pytest.mark.parametrize("how", ["its cgroup", "its start", "its start, unwritten"])
 def test_a_directory_that_somebody_can_have_used_is_not_named_again(
-    world: World, used_by: str, how: str
+    world: BookWorld, used_by: str, how: str
 ) -> None:
     """From the moment that a start was allowed, or the pod's cgroup was seen."""
     used = entry(directory=own("x"))
@@ -722,14 +596,14 @@ def test_a_directory_that_somebody_can_have_used_is_not_named_again(
     assert world.book.directory_for(asks(), world.now) is None
 
 
-def test_without_private_directories_there_is_none_to_share(world: World) -> None:
+def test_without_private_directories_there_is_none_to_share(world: BookWorld) -> None:
     """The former answer was given with another setting."""
     world.answer(entry())
     assert world.book.directory_for(asks(), world.now) is None
 
 
 def test_containers_that_share_a_device_have_its_directory_while_a_hold_is_current(
-    world: World,
+    world: BookWorld,
 ) -> None:
     """However long, and whoever has used it; of several devices, the first one's counts."""
     one = entry(2, ids=[f"{B}::0"], directory=own("x"))
@@ -752,12 +626,12 @@ def test_containers_that_share_a_device_have_its_directory_while_a_hold_is_curre
     assert world.book.directory_for(asks(ids=[f"{B}::1"]), world.now) is None
 
 
-def left_behind(world: World, call: Call) -> set[str]:
+def left_behind(world: BookWorld, call: Call) -> set[str]:
     world.look()
     return {Path(path).name for path in world.book.left_behind(call, world.current())}
 
 
-def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: World) -> None:
+def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: BookWorld) -> None:
     """Its hold is current still. A possible caller's own directory is not emptied."""
     first = entry(directory=own("former"))
     heir = entry(pod=SECOND, directory=own("own"))
@@ -779,7 +653,7 @@ def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: World)
     assert left_behind(world, call) == {"former"}
 
 
-def test_a_directory_that_a_running_pod_has_is_not_emptied(world: World) -> None:
+def test_a_directory_that_a_running_pod_has_is_not_emptied(world: BookWorld) -> None:
     """Its containers have one directory, though not all of them have started."""
     pod = [
         entry(1, container="prepare", directory=own("x")),
@@ -828,7 +702,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
-    world: World, caplog: pytest.LogCaptureFixture, how: str
+    world: BookWorld, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """One line when it cannot be used, one when it can be again; answers of ours stay, too."""
     caplog.set_level("INFO")
@@ -849,14 +723,14 @@ def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
 
 
 def test_without_a_checkpoint_no_kubelet_was_here_yet(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: BookWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This is no problem, unlike one that has disappeared."""
     assert not world.look()
     assert not (world.book.problem or world.book.has_read or caplog.messages)
 
 
-def test_a_restarted_daemon_knows_the_pods_of_a_lost_checkpoint(world: World) -> None:
+def test_a_restarted_daemon_knows_the_pods_of_a_lost_checkpoint(world: BookWorld) -> None:
     """Their holds are in the state file, as the checkpoint has not changed."""
     written_and_started(world)
     world.look()
@@ -866,7 +740,7 @@ def test_a_restarted_daemon_knows_the_pods_of_a_lost_checkpoint(world: World) ->
 
 
 def test_an_unchanged_checkpoint_is_read_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: BookWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of 5 MB takes a while to parse, and each Allocate looks at it."""
     parsed: list[int] = []
@@ -883,7 +757,7 @@ def test_an_unchanged_checkpoint_is_read_once(
     assert world.look() == {B} and len(parsed) == 2
 
 
-def test_a_new_checkpoint_is_looked_at_in_any_case(world: World) -> None:
+def test_a_new_checkpoint_is_looked_at_in_any_case(world: BookWorld) -> None:
     """Without one, cgroups are listed only when that is asked for."""
     forgotten(world)
     assert world.look() == {A}
@@ -899,7 +773,7 @@ def test_a_new_checkpoint_is_looked_at_in_any_case(world: World) -> None:
 @pytest.mark.parametrize("call", ["ttdp.read_others_file", "os.listdir"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_the_daemons_own_error_ends_no_hold(
-    world: World, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+    world: BookWorld, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     """The observation fails as a whole, and is made up for at the next one."""
     written_and_started(world)
@@ -947,7 +821,7 @@ UNREADABLE: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", UNREADABLE)
 def test_an_entry_of_ours_that_cannot_be_read_is_one_line(
-    world: World, caplog: pytest.LogCaptureFixture, how: str
+    world: BookWorld, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """The others count; `check` has it, too."""
     for registered in (None, {N150: [A]}):
@@ -1096,7 +970,7 @@ THEIRS = ["GPU-1", "0", "", "0000:01:00", f"{A}::", f"{A}::x", "0000046131842O07
 
 @pytest.mark.parametrize("identifier", [*OURS, *THEIRS])
 def test_an_id_that_no_configuration_gives_is_another_plugins(
-    world: World, identifier: str
+    world: BookWorld, identifier: str
 ) -> None:
     """Ours are addresses, board IDs and their replicas. One that a hold has is listed by us."""
     registered = {N150: [A, identifier], "example.com/gpu": [A], "odd": 5, "odder": [5]}

@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import ttdp
 from tests.chips import bdf, chip, decide
-from tests.test_holds import World
+from tests.world.book import BookWorld
 from tests.world.checkpoint import Entry, Held
 from ttdp import Call, Chip, Directories, Settings, SharedResource, Sharing, Steps
 
@@ -141,7 +141,7 @@ class Node(RuleBasedStateMachine):
         self.has_pause, self.kubelet = has_pause, kubelet
         self.decision = decide(chips)
         self.settings = CONFIGURATIONS[0]
-        self.world = World(self.home)
+        self.world = BookWorld(self.home)
         self.start_directories(self.world.now)
         self.pods = []
         self.memory = []
@@ -282,7 +282,7 @@ class Node(RuleBasedStateMachine):
         """
         self.drop_calls()
         self.older = None
-        self.world = World(self.home, now=self.world.now)
+        self.world = BookWorld(self.home, now=self.world.now)
         self.start_directories(-math.inf)
         self.the_daemon_looks()
 
@@ -355,6 +355,7 @@ class Node(RuleBasedStateMachine):
     def allocate(self, pod: Pod, container: str, resource: str, ids: list[str]) -> Container:
         """Answer Allocate; raises RequestError."""
         world = self.world
+        world.now += 0.001  # no two answers are given at one moment
         world.look()
         decision = self.decide()
         ttdp.check_request(decision.resource(resource), [ids])
@@ -503,7 +504,7 @@ class Node(RuleBasedStateMachine):
         for directory in (self.home / "dev/hugepages-1G").iterdir():
             shutil.rmtree(directory)
 
-        self.world = World(self.home, now=5.0)
+        self.world = BookWorld(self.home, now=5.0)
         self.start_directories(self.world.now)
         self.the_daemon_looks()
 

@@ -545,7 +545,6 @@ async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncI
 
 
 @pytest.mark.parametrize("request_line", [b"", GET], ids=["idle", "asking"])
-@pytest.mark.parametrize("count", [1500, 2000])
 async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notices(
     node: SimulatedNode,
     start: StartDaemon,
@@ -554,7 +553,6 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request_line: bytes,
-    count: int,
 ) -> None:
     """Also while a rendering takes long: the oldest is closed for the newest, which is answered."""
     node.add("n150")
@@ -567,7 +565,7 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
     for server in (ttdp.ConnectionServer, ttdp.SharedText):
         monkeypatch.setattr(server, "TIMEOUT", 3600)
 
-    async with burst(listening, count, request_line):
+    async with burst(listening, 2000, request_line):
         assert listening.most == 32 and len(listening.open) <= 32
         await kubelet.admit("pod", "main", {N150: 1})
 

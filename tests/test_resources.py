@@ -57,6 +57,7 @@ def test_cards_of_one_board_type_are_one_resource_in_the_order_of_addresses() ->
     cards = {0x101: "p150a", 0x02: "p150b", 0x1000001: "p150a", 0x10: "p150c", 0x0A: "p150b"}
     chips = [chip(bus, card, ordinal=n) for n, (bus, card) in enumerate(cards.items())]
     assert ids(chips) == {"p150": [bdf(bus) for bus in (0x02, 0x0A, 0x10, 0x101, 0x1000001)]}
+
     swapped = [chip(bus, card, ordinal=9 - n) for n, (bus, card) in enumerate(cards.items())]
     (before,), (after,) = (decide(each).resources.values() for each in (chips, swapped))
     assert before.device_list == after.device_list
@@ -69,6 +70,7 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     chips = [chip(1), chip(2, fault=Kind.STALLED), chip(3, numa_node=0), *galaxy]
     resources = decide(chips, BOARD).resources.values()
     found = [each for resource in resources for each in resource.device_list.devices]
+
     assert [(d.ID, d.health, [node.ID for node in d.topology.nodes]) for d in found] == [
         ("0000:40", "Healthy", [0, 1]),
         (bdf(1), "Healthy", []),
@@ -99,6 +101,7 @@ def test_a_board_is_one_device_under_one_id() -> None:
         "n150": {bdf(0x41): None},
         "p300-board": {PAIR: None},
     }
+
     by_arch = listed([p300(1), p300(2), chip(3)], Settings(unit="board", resource_naming="arch"))
     assert [*by_arch] == ["blackhole-board", "wormhole"], "one request means one thing"
 
@@ -108,6 +111,7 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
     name = f"tenstorrent.com/p300-board {PAIR}"
     lines = [line for _, line in ttdp.changes(None, part)]
+
     assert f"{name} is unhealthy: only 1 of 2 chips found" in lines
     assert f"{name} is complete" in [line for _, line in ttdp.changes(part, whole)]
     assert not any(name in line for _, line in ttdp.changes(part, part))
@@ -160,9 +164,12 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
     by_name = SharedResource("n150", 2, "half", (BDFS[2], "0"))
     halves = [f"{BDFS[n]}::{replica}" for n in (0, 2) for replica in (0, 1)]
     thirds = [f"{BDFS[1]}::{replica}" for replica in range(3)]
+
     assert ids(FOUR, shared(by_name)) == {"n150": [BDFS[1], BDFS[3]], "half": halves}
+
     found = ids(FOUR, shared(by_name, SharedResource("n150", 3, "third", 1)))
     assert found == {"n150": [BDFS[3]], "half": halves, "third": thirds}
+
     for devices in ((PAIR,), (bdf(2),)):
         board = shared(SharedResource("p300-board", 2, "half", devices), unit="board")
         assert ids([p300(1), p300(2)], board) == {"half": [f"{PAIR}::0", f"{PAIR}::1"]}
@@ -192,6 +199,7 @@ def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
         (found,) = listed(chips, settings).values()
         assert ttdp.summary(found) == text
     held = [hold("n150-old", BDFS[0], buses=[1])]
+
     assert ttdp.summary(listed(FOUR[:1], None, held)["n150-old"]).endswith("n150-old, 1 healthy")
 
 
@@ -200,6 +208,7 @@ def test_a_replica_that_is_withheld_makes_its_device_withheld() -> None:
     decision = decide(FOUR[:1], TWICE, [hold("n150", BDFS[0], buses=[1])])
     (resource,) = decision.resources.values()
     unhealthy = [name for name, each in resource.devices.items() if each.reason]
+
     assert unhealthy == [f"{BDFS[0]}::0", f"{BDFS[0]}::1"]
     assert "0 healthy" in ttdp.summary(resource)
     assert decision.devices[BDFS[0]][1].holder == "default/train"
@@ -217,11 +226,14 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     assert decide(FOUR, shared(half)).offer.without_effect == [
         f"sharing: n150 has no device '{bdf(9)}', '7'"
     ]
+
     later = decide([*FOUR, chip(9, ordinal=7)], shared(half))
     assert later.offer.without_effect == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
+
     none = decide(FOUR, shared(SharedResource("p150", 2)))
     assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
+    assert none.offer.without_effect[0] in [line for _, line in ttdp.changes(None, none)]
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
@@ -241,12 +253,15 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
     strict = listed(FOUR, TWICE)["n150"]
     ttdp.check_request(strict, [[one] for one in three])
     reason = "a container can request only 1 shared tenstorrent.com/n150, not 3"
+
     with pytest.raises(ttdp.RequestError, match=reason) as rejected:
         ttdp.check_request(strict, [three])
     assert rejected.value.args[0].name == "INVALID_ARGUMENT"
+
     settings = shared(SharedResource("n150", 2), more={"fail_requests_greater_than_one": False})
     lenient = listed(FOUR, settings)["n150"]
     ttdp.check_request(lenient, [three])
+
     assert [each.bdf for each in lenient.chips(three)] == BDFS[:2], "each device once"
 
 
@@ -313,10 +328,12 @@ def test_a_board_that_was_moved_and_is_then_absent_is_an_unhealthy_device() -> N
     absent = [p300(bus, present=False) for bus in (1, 2, 5, 6)]
     other = [p300(bus, "0000046131842099") for bus in (9, 10)]
     resource = listed([*absent, *other], BOARD)["p300-board"]
+
     assert {key: each.reason for key, each in resource.devices.items()} == {
         PAIR: f"{bdf(5)}: {gone(5)}",
         "0000046131842099": None,
     }
+
     for available in (["0000046131842099"], [PAIR, "0000046131842099"]):
         found = ttdp.preferred_allocation(resource, available, [], len(available))
         assert {*found} == {*available}
@@ -468,4 +485,5 @@ def test_one_more_pod_on_a_node_full_of_replicas_costs_little(pods: int) -> None
     held = [(1 + number % 32, f"::{number % 100}", f"uid-{number}") for number in range(pods)]
     given = [hold(name, bdf(bus) + n, buses=[bus], pod=pod) for bus, n, pod in held]
     arguments = (chips, shared(SharedResource(name, 100)), given)
+
     assert count_calls(lambda: decide(*arguments)) < 150_000

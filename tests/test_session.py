@@ -27,11 +27,12 @@ from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, tu
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until, within
+from tests.world.reference import another_plugin
 from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 REGISTERED = "registered with kubelet"
-VERSIONS = [(1, 32), (1, 36), (1, 37)]
+VERSIONS = [(1, 32), (1, 37)]  # the oldest one, and the first that knows sockets
 
 
 @pytest.fixture
@@ -546,6 +547,7 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     await kubelet.start(deaf=True)
     await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
 
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
     await kubelet.restart()
     await kubelet.registered(N150)
     await kubelet.stop()
@@ -737,37 +739,6 @@ def count_of_tasks() -> int:
 # -- another plugin under our name, and checkpoints that are late ----------------------------------
 
 
-class Rival(rpc.DevicePluginServicer):
-    """Another plugin with these devices."""
-
-    def __init__(self, *ids: str) -> None:
-        self._ids = ids
-
-    async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> Any:
-        return pb.DevicePluginOptions()
-
-    async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[Any]:
-        devices = [pb.Device(ID=each, health="Healthy") for each in self._ids]
-        yield pb.ListAndWatchResponse(devices=devices)
-        await asyncio.sleep(3600)
-
-
-@contextlib.asynccontextmanager
-async def rival(
-    kubelet: Kubelet, resource: str, *ids: str, endpoint: str = "rival.sock"
-) -> AsyncIterator[None]:
-    """Have another plugin register a resource."""
-    server = grpc.aio.server()
-    rpc.add_DevicePluginServicer_to_server(Rival(*ids), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{kubelet.directory}/{endpoint}")
-    await server.start()
-    request = pb.RegisterRequest(version="v1beta1", endpoint=endpoint, resource_name=resource)
-    async with grpc.aio.insecure_channel(f"unix:{kubelet.socket}") as channel:
-        await rpc.RegistrationStub(channel).Register(request)  # type: ignore[no-untyped-call]
-    yield
-    await server.stop(None)
-
-
 @pytest.mark.parametrize("version", [(1, 33), (1, 37)])
 async def test_another_plugin_with_the_same_name_is_reported_and_registered_over(
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture,
@@ -779,7 +750,7 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
 
     async with kubelet_of(node, directory, version=version) as kubelet:
         await offers(kubelet, N150, *ours)
-        async with rival(kubelet, N150, "theirs"):
+        async with another_plugin(kubelet, N150, "theirs"):
             await until(lambda: "stop that plugin" in caplog.text)
             await offers(kubelet, N150, *ours)
             await until(lambda: state(daemon) == REGISTERED)
@@ -800,7 +771,7 @@ async def test_plugins_that_take_a_resource_from_each_other_back_off(
         begin = time.monotonic()
         for number in range(4):
             await until(lambda: state(daemon) == REGISTERED)
-            other = rival(kubelet, N150, "theirs", endpoint=f"rival-{number}.sock")
+            other = another_plugin(kubelet, N150, "theirs", name=f"other-{number}.sock")
             await others.enter_async_context(other)
             await until(lambda: state(daemon) != REGISTERED)
 
@@ -836,7 +807,7 @@ async def test_a_checkpoint_from_before_the_registration_shows_no_other_plugin(
 
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered(N150)
-        async with rival(kubelet, N150, "theirs"):
+        async with another_plugin(kubelet, N150, "theirs"):
             await until(lambda: "stop that plugin" in state(daemon))
 
             kubelet.file.path = directory.with_name("elsewhere")

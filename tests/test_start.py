@@ -165,8 +165,10 @@ def test_a_damaged_tree_is_reported_and_extracted_again(zipapp: Zipapp, fault: s
     zipapp.answer()
     DAMAGES[fault](zipapp.tree)
     done = zipapp.run()
+
     assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(zipapp.tree), done
     assert re.fullmatch(rf".*was damaged \(.*{fault}.*\); extracted again\n", done.stderr), done
+
     zipapp.answer()
     assert set(os.listdir(zipapp.root)) == {f".{zipapp.tree.name}.lock", zipapp.tree.name}
 
@@ -177,6 +179,7 @@ def test_an_interrupted_extraction_is_deleted(zipapp: Zipapp) -> None:
     incomplete.mkdir(parents=True)
     (incomplete / "program.py").write_text("raise ValueError")
     zipapp.answer()
+
     assert set(os.listdir(zipapp.root)) == {f".{zipapp.tree.name}.lock", zipapp.tree.name}
 
 
@@ -242,6 +245,7 @@ def test_a_damaged_zipapp(zipapp: Zipapp) -> None:
         entry = max(archive.infolist(), key=lambda entry: entry.compress_size)
     content[entry.header_offset + 1000 : entry.header_offset + 1100] = bytes(100)
     zipapp.path.write_bytes(content)
+
     assert "is damaged" in zipapp.error(NOT_RUNNABLE)
     assert os.listdir(zipapp.root) == [f".{zipapp.tree.name}.lock"]
 
@@ -365,5 +369,6 @@ def test_the_wrapper(tmp_path: Path, arguments: list[str], ignores: bool) -> Non
         environment["PATH"] = os.environ["PATH"]
         said = subprocess.check_output(["sh", wrapper, *arguments], env=environment, text=True)
         ignored = re.search(r"(?m)^SigIgn:\s*([0-9a-f]+)$", said)
+
         assert said.startswith(f"{directories}\n") and ignored
         assert bool(int(ignored[1], 16) & 1 << (signal.SIGHUP - 1)) == ignores

@@ -89,10 +89,13 @@ async def test_is_ready_without_a_kubelet(
     node.add("p300c")
     service = await launch()
     await service.note("READY=1")
+
     assert stat.S_IMODE(directory.stat().st_mode) == 0o750
+
     devices = "1 × tenstorrent.com/n300, 1 healthy; 2 × tenstorrent.com/p300, 2 healthy"
     waiting = f"waiting for kubelet ({directory}/kubelet.sock does not exist)"
     assert await service.status("waiting") == f"{devices}; {waiting}"
+
     async with kubelet_of(node, directory) as kubelet:
         await kubelet.registered("tenstorrent.com/n300")
         await kubelet.registered("tenstorrent.com/p300")
@@ -112,6 +115,7 @@ async def test_is_ready_at_once_without_a_driver(
     await service.note("READY=1")
     problem = "driver not loaded, 2 Tenstorrent PCI functions; run: modprobe tenstorrent"
     nothing = "no Tenstorrent device on this node; waiting for one"
+
     assert latest_status(service) == (problem if has_card else nothing)
 
 
@@ -152,6 +156,7 @@ async def test_no_device_is_an_error_if_that_is_configured(
         node.unload_driver()
     service = await launch("--fail-on-init-error")
     assert await service.ended() == 1 and "READY=1" not in service.heard
+
     (line,) = service.said
     assert line.endswith(f"driver {'2.10.1-pre' if has_driver else 'is not loaded'}, 0 chips")
 
@@ -179,6 +184,7 @@ async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, launch: Launc
     chip.die()
     await service.status("does not respond")
     await service.stop()
+
     assert "STOPPING=1" in service.heard and "WATCHDOG=1" not in service.heard
 
 
@@ -195,6 +201,7 @@ async def test_a_reload_is_between_reloading_and_ready(
     set_naming(config)
     before = time.monotonic_ns() // 1000
     match = re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=(\d+)", await reload(service))
+
     assert match and before <= int(match[1]) <= time.monotonic_ns() // 1000
     assert "1 × tenstorrent.com/p150a" in latest_status(service)
 
@@ -230,7 +237,9 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     await service.status("1 × tenstorrent.com/p150, 0 healthy", rejected)
     config.write_text(valid)
     await reload(service)
+
     assert "rejected" not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
+
     await service.stop()
     (line,) = [line for line in service.said if str(config) in line]
     assert "resource_naming: 'size'" in line and "board, card or arch" in line
@@ -249,7 +258,9 @@ async def test_a_new_directory_takes_a_restart(
     config.write_text(f'device_plugin_dir = "{elsewhere}"\nresource_naming = "arch"\n')
     await reload(service)
     await kubelet.registered("tenstorrent.com/wormhole")
+
     assert not elsewhere.exists()
+
     await service.stop()
     (line,) = [line for line in service.said if "needs a restart to change" in line]
     assert line.endswith(f"device_plugin_dir needs a restart to change; still using {directory}")
@@ -288,7 +299,9 @@ async def test_a_reload_during_the_wait_for_the_driver_does_not_notify_readiness
     set_naming(config)
     service.send(signal.SIGHUP)
     await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
+
     assert not [text for text in service.heard if text.startswith(("READY", "RELOADING"))]
+
     chip.bind()
     await service.note("READY=1")
     assert "tenstorrent.com/p150a" in latest_status(service)
@@ -308,6 +321,7 @@ async def test_it_ends_with_status_0_and_removes_its_sockets(
     for name in (N150, P150):
         await kubelet.registered(name)
     await end_without_traceback(service, number)
+
     assert "STOPPING=1" in service.heard and plugin_sockets(directory) == []
 
 
@@ -410,7 +424,9 @@ async def test_a_directory_that_cannot_be_used_ends_it(
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(IsADirectoryError):
                 directory.write_text("")
+
     assert await service.ended() == 74
+
     (line,) = [line for line in service.said if " ERROR " in line]
     assert f"{directory} cannot be used: " in line and "Traceback" not in "".join(service.said)
 
@@ -423,16 +439,20 @@ async def test_a_second_daemon_ends_and_names_the_first(
     first = await launch()
     await first.note("READY=1")
     second = await launch(notify=str(short_tmp / "second"))
+
     assert await second.ended() == 75
+
     (line,) = second.said
     command = Path(f"/proc/{first.pid}/comm").read_text().strip()
     assert line.endswith(f"{directory} is in use by process {first.pid} ({command!r}); exiting")
     assert not any(text.startswith("READY") for text in second.heard)
+
     await kubelet.registered(N150)
     await first.stop(signal.SIGKILL)
     third = await launch(notify=str(short_tmp / "third"))  # the lock has ended with its process
     await third.note("READY=1")
     await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
+
     assert len(plugin_sockets(directory)) == 1
 
 
@@ -451,6 +471,7 @@ async def test_a_manager_that_does_not_read_blocks_nothing(
         with socket.socket(socket.AF_UNIX, kind) as probe, pytest.raises(BlockingIOError):
             for _ in range(100_000):
                 probe.sendto(b"X=1", full)
+
         service = await launch(NOTIFY_SOCKET=full, WATCHDOG_USEC="2000")
         await kubelet.registered(N150)
         await end_without_traceback(service)
@@ -469,4 +490,5 @@ async def test_it_runs_with_any_manager_and_without_one(
         service = await launch(NOTIFY_SOCKET=address)
         await kubelet.registered(N150)
     await end_without_traceback(service)
+
     assert plugin_sockets(directory) == []

@@ -16,16 +16,12 @@ from grpc.aio._server import Server
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.chips import kind_of
 from tests.conftest import (
-    WATCHDOG,
     StartDaemon,
     kubelet_of,
     no_descriptors,
     plugin_sockets,
-    turns,
 )
-from tests.test_session import rival
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -39,40 +35,6 @@ NAME = "tenstorrent.com/n150"
 def node(node: SimulatedNode) -> SimulatedNode:
     node.add("n150")
     return node
-
-
-async def test_an_unreadable_checkpoint_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """Nor does the one before it, which has another plugin's IDs."""
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(NAME)
-        async with rival(kubelet, NAME, "theirs"):
-            await until(lambda: "stop that plugin" in daemon.sessions[NAME].registration.text)
-
-            path, kubelet.file.path = kubelet.file.path, directory.with_name("elsewhere")
-            await until(lambda: daemon.sessions[NAME].registration.text == ttdp.REGISTERED_TEXT)
-            registrations = len(kubelet.find("registered"))
-
-            path.write_text("{")
-            await until(lambda: daemon.daemon.host.holds.problem)
-            await turns(daemon, 20)
-
-        assert len(kubelet.find("registered")) == registrations
-
-
-async def test_what_a_configuration_selects_in_vain_is_logged_at_the_start(
-    start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also if none of the selected devices exists."""
-    entry = ttdp.SharedResource("n150", 2, "n150-half", devices=("0000:99:00.0",))
-
-    daemon = await start(sharing=ttdp.Sharing(resources=(entry,)))
-    await until(lambda: daemon.notified("READY"))
-
-    assert "sharing: n150 has no device '0000:99:00.0'" in caplog.messages
 
 
 async def test_a_reload_ends_even_if_the_turn_fails(
@@ -110,29 +72,6 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     await until(lambda: len(kubelet.find("registered")) > 1)
 
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
-
-
-async def test_a_chip_that_is_gone_stays_listed_until_the_machine_boots(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path
-) -> None:
-    """A restart of the daemon changes nothing about it: it is unhealthy, and not forgotten."""
-    (stays, gone) = node.chip(0), *node.add("n150")
-    daemon = await start(state_dir=str(tmp_path))
-    await kubelet.registered(NAME)
-    gone.vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(NAME) == {gone.bdf})
-    await daemon.stop()
-
-    daemon = await start(state_dir=str(tmp_path))
-    await until(lambda: daemon.notified("READY=1"))
-    assert daemon.decision.resources[NAME].devices.keys() == {stays.bdf, gone.bdf}
-    assert kind_of(daemon.chip(gone.bdf)) is ttdp.Kind.GONE
-    await daemon.stop()
-
-    node.boot()
-    daemon = await start(state_dir=str(tmp_path))
-    await until(lambda: daemon.notified("READY=1"))
-    assert daemon.decision.resources[NAME].devices.keys() == {stays.bdf}
 
 
 @pytest.mark.parametrize("has_state", [True, False])
@@ -343,7 +282,6 @@ async def test_rare_polls_delay_neither_files_nor_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They are looked at every 5 s, and metrics written every 15 s, whatever the interval."""
-    assert (ttdp.ROUND, ttdp.METRICS_INTERVAL) == (5, 15)
     monkeypatch.setattr("ttdp.ROUND", 0.1)
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.3)
     for name in ("cdi", "features.d", "metrics"):

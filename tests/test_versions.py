@@ -111,6 +111,7 @@ def test_uncommitted_changes(repository: Repository) -> None:
     clean = repository.version()
     repository.write("tests/new.py", "not packed")
     assert repository.version() == clean
+
     versions = set()
     for name in ("generated/nothing.py", "packaging/not-tracked", "ttdp.py"):
         repository.write(name, '__version__ = "0.2.0"\n')
@@ -124,6 +125,7 @@ def test_a_shallow_clone_is_below_other_commits(repository: Repository, tmp_path
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=1", f"file://{repository.top}", str(shallow))
     version = repository.version(shallow)
+
     assert re.fullmatch(r"0\.2\.0~git0\.20\d{12}\.g[0-9a-f]{10}", version)
     assert rises(version, "0.2.0~git1.g0000000000")
 
@@ -133,8 +135,10 @@ def test_without_git(repository: Repository) -> None:
     shutil.rmtree(repository.top / ".git")
     first = repository.version()
     assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
+
     repository.write("generated/nothing.py", "# more\n")
     assert repository.version() != first
+
     repository.write("packaging/deb/changelog", CLOSED)
     assert repository.version() == "0.2.0"
 
@@ -144,13 +148,17 @@ def test_a_release(repository: Repository) -> None:
     repository.commit("Second")
     checks = "grep -q ' unstable;' packaging/deb/changelog && touch untracked && test $CI = true"
     done = repository.release("0.2.0", checks)
+
     assert done.returncode == 0 and "git push origin main v0.2.0" in done.stdout, done
+
     log = repository.git("log", "--format=%s").splitlines()
     assert log == ["Open 0.3.0", "Release 0.2.0", "Second", "First"]
     assert repository.git("rev-parse", "v0.2.0^{commit}") == repository.git("rev-parse", "main~1")
+
     headings = re.findall(r"(?m)^## (.*)$", (repository.top / "CHANGELOG.md").read_text())
     assert headings[0] == "0.3.0 – unreleased" and re.fullmatch("0.2.0 – 20..-..-..", headings[1])
     assert '__version__ = "0.3.0"' in (repository.top / "ttdp.py").read_text()
+
     _, _, changes, _, worktrees = repository.state()
     assert not changes and len(worktrees.splitlines()) == 1
 
@@ -166,6 +174,7 @@ def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> N
     """No tag is made, and a commit during the checks is not released unchecked."""
     done = repository.release("0.2.0", checks.format(top=repository.top))
     assert done.returncode and reason in done.stderr, done
+
     _, tags, changes, branches, worktrees = repository.state()
     assert (tags, changes, branches) == ("", "", "* main") and len(worktrees.splitlines()) == 1
 
@@ -200,9 +209,12 @@ def test_only_the_next_version_is_released_once_and_from_main(repository: Reposi
     """Three numbers, the same as in the changelog, and everything is committed."""
     assert "must be three numbers" in refusal(repository, "0.2")
     assert "begins with 0.2.0;" in refusal(repository, "0.5.0")
+
     repository.git("tag", "v0.2.0")
     assert "v0.2.0 is already released" in refusal(repository)
+
     repository.git("checkout", "-qb", "other")
     assert "not main" in refusal(repository)
+
     repository.write("new", "")
     assert "uncommitted changes" in refusal(repository)

@@ -48,7 +48,7 @@ from tests.world.devicemanager import (
 from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
 from tests.world.plugins import Config, Failure, Policy, rpc
-from tests.world.pods import Container, Judge, Kind, Layout, Pod, Pods, Quality, Runtime, Worker
+from tests.world.pods import Container, Judge, Layout, Pod, Pods, Runtime, Worker
 from tests.world.processes import PATIENCE
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
@@ -239,8 +239,6 @@ class _Running(_Observed):
         self.alive = False
         self._back_off = back_off
         self._workers: dict[Pod, Worker] = {}
-        self._mounting = asyncio.Event()  # volumes can be mounted
-        self._mounting.set()
         self._keeps_cgroups = False
         self._empty: list[Pod] = []  # ended pods whose cgroups still exist
 
@@ -254,7 +252,6 @@ class _Running(_Observed):
             same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
             await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
             self.runtime.make_cgroup(pod)
-            await self._mounting.wait()
 
         worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
         self._workers[pod] = worker
@@ -346,13 +343,6 @@ class _Running(_Observed):
         self._stop_processes(pod)
         for container in pod.containers.values():
             container.over = False  # init containers must run again
-
-    def hold_volumes(self, held: bool = True) -> None:
-        """Let pods that start wait for their volumes, with an empty cgroup, until not `held`."""
-        if held:
-            self._mounting.clear()
-        else:
-            self._mounting.set()
 
     def hold_creation(self, held: bool = True) -> None:
         """Let containers that are being created have no process yet, until not `held`."""
@@ -475,9 +465,9 @@ class Kubelet(_Running):
         await self._end()
         self.log.record("killed")
 
-    async def restart(self, *, orderly: bool = False, deaf: bool = False) -> None:
+    async def restart(self, *, deaf: bool = False) -> None:
         """Restart the kubelet; the pods run on."""
-        await (self.stop() if orderly else self.kill())
+        await self.kill()
         await self.start(deaf=deaf)
 
     async def power_cut(self) -> None:
@@ -580,20 +570,17 @@ class Kubelet(_Running):
         request: Mapping[str, int],
         *,
         init: bool = False,
-        restartable: bool = False,
         static: bool = False,
-        quality: Quality = "besteffort",
     ) -> Allocation:
         """Admit a container of a pod, which is then started in the background, see `running`.
 
         Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
-        devices of an `init` container, unless it is `restartable`. A resource that the kubelet does
-        not know is ignored. A pod that has ended, or was deleted, is followed by a new one of its
-        name, with another UID unless it is static.
+        devices of an `init` container. A resource that the kubelet does not know is ignored. A pod
+        that has ended, or was deleted, is followed by a new one of its name, with another UID
+        unless it is static.
         """
-        kind: Kind = "restartable" if restartable else "init" if init else "main"
-        wish = Container(container, dict(request), kind)
-        admitted = await self.admit_pod(pod, [wish], static=static, quality=quality)
+        wish = Container(container, dict(request), "init" if init else "main")
+        admitted = await self.admit_pod(pod, [wish], static=static)
         return admitted[container]
 
     async def admit_pod(
@@ -602,7 +589,6 @@ class Kubelet(_Running):
         containers: Sequence[Container],
         *,
         static: bool = False,
-        quality: Quality = "besteffort",
     ) -> dict[str, Allocation]:
         """Admit several containers of a pod before any is started, as the original does."""
         if not self.alive:
@@ -612,7 +598,7 @@ class Kubelet(_Running):
                 raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
             if self._learning:
                 await asyncio.wait({self._learning})  # older pods come first
-        found = self.pods.get_or_add(pod, static, quality)
+        found = self.pods.get_or_add(pod, static)
         for wish in containers:
             known = found.containers.setdefault(wish.name, wish)
             known.request = wish.request

@@ -30,7 +30,6 @@ CONTROLLERS = ("cpu", "devices", "memory", "pids")
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"
 
 Kind = Literal["main", "init", "restartable"]
-Quality = Literal["guaranteed", "burstable", "besteffort"]
 Layout = Literal["cgroupfs", "systemd", "v1"]
 
 
@@ -52,7 +51,6 @@ class Pod:
     name: str
     uid: str
     static: bool
-    quality: Quality
     containers: dict[str, Container] = field(default_factory=dict)
     sandbox: int | None = None  # while it exists: PID of its process, 0 if it has none
     wanted: bool = True  # its object is in the API server, or its manifest is there
@@ -120,7 +118,7 @@ class Pods:
         found = (pod for pod in self.all if name in (pod.name, pod.uid) and pod.has_containers)
         return next(found, None) or self.get(name)
 
-    def get_or_add(self, name: str, static: bool, quality: Quality) -> Pod:
+    def get_or_add(self, name: str, static: bool) -> Pod:
         """Return the existing pod of this name, or a new one.
 
         The UID is the same in each run of a test. A static pod's is 32 hex digits, a hash of its
@@ -133,7 +131,7 @@ class Pods:
             uid = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
         else:
             uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}#{len(same)}"))
-        self.all.append(Pod(name, uid, static, quality))
+        self.all.append(Pod(name, uid, static))
         return self.all[-1]
 
     def forget(self) -> None:
@@ -257,13 +255,13 @@ class Runtime:
 
     def pod_cgroup(self, pod: Pod) -> str:
         """Return the path of a pod's cgroup below a hierarchy (pod_container_manager_linux.go)."""
-        return self._below_kubepods(pod.quality, f"pod{pod.uid}")
+        return self._below_kubepods("besteffort", f"pod{pod.uid}")
 
-    def _below_kubepods(self, quality: str, *pod: str) -> str:
-        parts = ["kubepods", *([] if quality == "guaranteed" else [quality]), *pod]
+    def _below_kubepods(self, *parts: str) -> str:
+        parts = ("kubepods", *parts)
         if self._layout == "systemd":
-            parts = [part.replace("-", "_") for part in parts]
-            parts = [f"{'-'.join(parts[: n + 1])}.slice" for n in range(len(parts))]
+            names = [part.replace("-", "_") for part in parts]
+            return "/".join(f"{'-'.join(names[: n + 1])}.slice" for n in range(len(names)))
         return "/".join(parts)
 
     def make_roots(self) -> None:
@@ -381,7 +379,7 @@ class Runtime:
 class Worker:
     """Starts the containers of one pod, in the order of their admission, one at a time.
 
-    First come the pod's cgroup, its volumes and its sandbox. A container that cannot be started is
+    First come the pod's cgroup and its sandbox. A container that cannot be started is
     tried again after `back_off` seconds, and others go on. Containers after an init container wait
     for it; an ordinary one has done its work when the next container is to start.
     """
@@ -395,7 +393,7 @@ class Worker:
         prepare: Callable[[Pod, Container], Awaitable[Allocation]],
         back_off: float,
     ) -> None:
-        """Args: ready: waits until volumes are mounted; prepare: calls PreStartContainer."""
+        """Args: ready: waits for a former pod of this UID; prepare: calls PreStartContainer."""
         self._pod = pod
         self._runtime = runtime
         self._log = log

@@ -110,6 +110,18 @@ class Plugin:
         return pb.PreStartContainerResponse()
 
 
+@contextlib.asynccontextmanager
+async def another_plugin(
+    kubelet: Kubelet, resource: str, *ids: str, name: str = "other.sock"
+) -> AsyncIterator[None]:
+    """Have another plugin register a resource with these healthy devices."""
+    plugin = Plugin(kubelet.directory, map(device, ids), resource, name)
+    await plugin.serve()
+    await plugin.register()
+    yield
+    await plugin.stop()
+
+
 class Bench(contextlib.AsyncExitStack):
     """A directory for a kubelet and for plugins, which are stopped with the context."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,7 +13,6 @@ import pytest
 from generated import deviceplugin_pb2 as pb
 from tests.world.plugins import is_extended_resource
 from tests.world.pods import ADDRESSES
-from tests.world.processes import until
 from tests.world.reference import Bench, Plugin, device
 
 N150 = "tenstorrent.com/n150"
@@ -56,6 +54,7 @@ async def test_a_plugin_must_serve_before_it_registers(bench: Bench, was_killed:
             dead.bind(str(bench.directory / "p.sock"))
     with pytest.raises(grpc.aio.AioRpcError, match="failed to dial device plugin"):
         await Plugin(bench.directory, [A], N150, "p.sock").register()
+
     early = f"{N150} registers {bench.directory / 'p.sock'} before it serves there"
     assert kubelet.violations == ([] if was_killed else [early])
 
@@ -68,6 +67,7 @@ async def test_the_end_of_the_stream_makes_all_devices_unhealthy(
     kubelet = await bench.kubelet()
     plugin = await bench.registered(kubelet, A, device("b", "Unhealthy"))
     assert (kubelet.capacity(), kubelet.allocatable()) == ({N150: 2}, {N150: 1})
+
     await (kubelet.drop_streams() if is_dropped else plugin.stop())
     await kubelet.wait_for(lambda: kubelet.find("lost", N150))
     assert (kubelet.capacity(), kubelet.allocatable()) == ({N150: 2}, {N150: 0})
@@ -82,6 +82,7 @@ async def test_until_1_36_the_end_of_an_old_stream_takes_down_the_new_one(bench:
     await kubelet.wait_for(lambda: kubelet.healthy(N150) == {"b"})
     await old.stop()
     await kubelet.wait_for(lambda: kubelet.allocatable() == {N150: 0})
+
     assert len(kubelet.violations) == 1
 
 
@@ -92,6 +93,7 @@ async def test_since_1_37_a_connected_socket_cannot_be_registered_again(bench: B
     for _ in range(2):
         with pytest.raises(grpc.aio.AioRpcError, match="device plugin already connected"):
             await plugin.register()
+
         await plugin.stop()
         await kubelet.wait_for(lambda: kubelet.find("ended", N150))
         await plugin.serve()
@@ -131,6 +133,7 @@ async def test_a_wrong_preference_is_a_violation(bench: Bench, preference: list[
     plugin.preference = preference
     plugin.permissions = "rwx"
     allocation = await kubelet.admit("pod", "main", {N150: 2})
+
     assert len(allocation.ids[N150]) == 2
     assert any("prefers" in text for text in kubelet.violations)
     assert f"{N150} gives /dev/null the permissions 'rwx'" in kubelet.violations
@@ -171,27 +174,18 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
     await kubelet.wait_for(lambda: taken not in kubelet.healthy(other))
     await kubelet.admit("second", "main", {other: 1})
     await kubelet.running("second", "main")
+
     assert bool(kubelet.violations) is is_violation, kubelet.violations
+
     kubelet.violations.clear()
     kubelet.end("first")
     kubelet.crash("second", "main")
     await kubelet.running("second", "main")
+
     assert kubelet.violations == []
 
 
 # -- pods ------------------------------------------------------------------------------------------
-async def test_the_answers_of_two_resources_are_merged(bench: Bench) -> None:
-    """If variables contradict each other one wins."""
-    kubelet = await bench.kubelet()
-    await bench.registered(kubelet, A)
-    await bench.registered(kubelet, B, resource=P150)
-    allocation = await kubelet.admit("pod", "main", {N150: 1, P150: 1, "other.com/x": 1})
-    assert allocation.ids == {N150: {"a"}, P150: {"b"}}
-    assert {spec.container_path for spec in allocation.devices} == {"/dev/a", "/dev/b"}
-    assert allocation.envs["IDS"] in ("a", "b")
-    assert kubelet.allocation("pod", "main").ids == allocation.ids
-
-
 async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench) -> None:
     """`killed` names it, so that a test can assert that no pod was killed."""
     kubelet = await bench.kubelet()
@@ -207,79 +201,5 @@ async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(bench: Bench
         await plugin.serve()
         await plugin.register()
         await kubelet.wait_for(lambda: kubelet.pods.sources_ready)
+
         assert kubelet.killed == killed
-
-
-def is_populated(root: Path, layout: str, uid: str) -> bool | None:
-    """Return whether a pod's cgroup has processes; None: there is no cgroup."""
-    (directory,) = list(root.rglob(f"*pod{uid.replace('-', '?')}*"))[:1] or (None,)
-    if directory is None:
-        return None
-    if layout == "v1":
-        return any(file.read_text() for file in directory.rglob("tasks"))
-    assert (root / "cgroup.controllers").exists()
-    return "populated 1" in (directory / "cgroup.events").read_text()
-
-
-@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
-@pytest.mark.parametrize("quality", ["guaranteed", "burstable"])
-async def test_cgroups_show_whether_a_pod_has_processes(
-    bench: Bench, layout: Any, quality: Any
-) -> None:
-    """They are empty while volumes are mounted or unmounted, and while the sandbox is replaced."""
-    root = bench.directory.parent / "cgroups"
-    kubelet = await bench.kubelet(cgroups=root, layout=layout)
-    plugin = await bench.registered(kubelet, A, pre_start_required=True)
-
-    def found() -> bool | None:
-        return is_populated(root, layout, kubelet.uid("pod"))
-
-    kubelet.hold_volumes()
-    await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
-    await until(lambda: found() is not None)
-    assert found() is False
-    plugin.grants.clear()
-    kubelet.hold_volumes(False)
-    await kubelet.wait_for(lambda: kubelet.find("prestarting"))
-    assert found(), "the sandbox"
-    plugin.grants.set()
-    await kubelet.running("pod", "main")
-    kubelet.kill_sandbox("pod")
-    assert found() is False
-    await kubelet.running("pod", "main")
-    kubelet.force_delete("pod")
-    assert found()
-    await kubelet.admit("pod", "main", {N150: 1}, static=True, quality=quality)
-    assert kubelet.pods.get("pod").containers["main"].pid is None, "it waits for its predecessor"
-    kubelet.keep_cgroups()
-    kubelet.end("pod")
-    assert found() is False
-    await kubelet.running("pod", "main")
-    kubelet.delete("pod")
-    kubelet.keep_cgroups(False)
-    assert found() is None
-
-
-@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
-async def test_without_a_pause_process_a_pod_has_those_of_its_containers(
-    bench: Bench, layout: Any
-) -> None:
-    """Its cgroup is empty until the first one is created, also if it is deleted meanwhile."""
-    root = bench.directory.parent / "cgroups"
-    kubelet = await bench.kubelet(cgroups=root, layout=layout, has_pause=False)
-    await bench.registered(kubelet, A)
-
-    def found() -> bool | None:
-        return is_populated(root, layout, kubelet.uid("pod"))
-
-    kubelet.hold_creation()
-    await kubelet.admit("pod", "main", {N150: 1})
-    await kubelet.wait_for(lambda: kubelet.find("creating"))
-    kubelet.force_delete("pod")
-    assert found() is False
-    kubelet.hold_creation(False)
-    await kubelet.running("pod", "main")
-    assert found()
-    kubelet.keep_cgroups()
-    kubelet.end("pod")
-    assert found() is False

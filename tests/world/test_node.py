@@ -93,6 +93,7 @@ def test_every_capture_round_trips(tmp_path: Path, name: str) -> None:
     observed = observed_tree(node, expected)
     if name == "n150-no-udev-rules":  # only /dev was recorded
         observed = {path: value for path, value in observed.items() if path in expected}
+
     assert observed == expected
 
 
@@ -212,6 +213,7 @@ def test_adding_a_card_is_a_hot_plug(build: Build, events: list[bytes]) -> None:
     """`add` sends the events of the platform's plug, `vanish` those of its unplug."""
     (chip,) = build().add("n150")
     assert taken(events) == recorded("hotplug-n150", "plug")
+
     chip.vanish()
     assert taken(events) == recorded("hotplug-n150", "unplug")
 
@@ -223,9 +225,12 @@ def test_late_firmware_replays(build: Build, events: list[bytes], card: str, rem
     node.unload_driver()
     taken(events)
     node.load_driver()
+
     assert taken(events) == recorded(f"{card}-late", "module-load-not-ready")
+
     node.chips[0].speak()
     assert taken(events) == recorded(f"{card}-late", "firmware-becomes-ready")
+
     if remedy == "rebind":
         node.chips[0].rebind()
         assert taken(events) == recorded(f"{card}-late", "unbind-bind-when-ready")
@@ -242,6 +247,7 @@ def test_old_drivers_send_their_own_events(
     node.on_uevent = events.append
     node.load_driver()
     headers = [message.split(b"\0")[0].decode().split("@") for message in events]
+
     assert headers == capture(name)["events_on_load"]
 
 
@@ -261,7 +267,9 @@ def test_dead_chip_reads_what_was_captured(build: Build) -> None:
     (chip,) = build("n150").chips
     config = chip.attribute("config").read_bytes()
     chip.die(bus=True)
+
     assert {name: chip.attribute(name).read_text().strip() for name in DEAD} == DEAD
     assert chip.attribute("config").read_bytes() == b"\xff" * len(config)
+
     chip.revive()
     assert chip.attribute("config").read_bytes() == config

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.chips import bdf, hold
+from tests.chips import bdf, chip, decide, hold
 from tests.conftest import StartDaemon, half_a_minute_later, polls
-from tests.test_holds import World, entry
+from tests.world.book import BookWorld, entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.pods import Container
@@ -134,6 +134,7 @@ async def test_other_modes_make_no_directories(
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
     own = {f"/dev/{name}": node.root / "dev" / name for name in HUGETLBFS}
+
     assert mounts(kubelet, "pod") == (own if mode == "host" else {})
     assert not around(node).exists()
 
@@ -146,7 +147,9 @@ async def test_with_cdi_containers_have_the_hosts_directory(
     await start(device_list_strategy="cdi", cdi_dir=str(short_tmp / "cdi"))
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
+
     assert mounts(kubelet, "pod") == {}
+
     spec = (short_tmp / "cdi" / ttdp.CDI_FILE).read_text()
     assert f'"{node.root}/dev/hugepages-1G"' in spec and ttdp.OWN_DIRECTORY not in spec
 
@@ -204,25 +207,6 @@ async def test_a_successor_has_another_directory(
         kubelet.end("former")
 
 
-async def test_the_directory_of_a_pod_with_a_cgroup_is_named_to_no_other(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """Its container may be created just then: only what nobody can have used is named again."""
-    await start()
-    await kubelet.registered(N150)
-    kubelet.hold_volumes()
-    await kubelet.admit("first", "main", {N150: 1})
-    first = pages_of(kubelet, "first")
-    cgroup = kubelet.runtime.pod_cgroup(kubelet.pods.get("first"))
-    await until((node.root / "sys/fs/cgroup" / cgroup).exists)
-    kubelet.force_delete("first")
-    await kubelet.admit("second", "main", {N150: 1})
-    assert pages_of(kubelet, "second") != first
-    kubelet.hold_volumes(False)
-    kubelet.end("first")
-    await kubelet.running("second", "main")
-
-
 SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
 
 
@@ -261,8 +245,10 @@ async def test_the_pages_of_a_pod_that_crashed_are_free_when_the_next_one_starts
         leave_pages(former)
         kubelet.delete(f"pod-{number}")
         following = await run(kubelet, f"pod-{number + 1}")
+
         assert following != former and not any(following.iterdir())
         assert not former.exists() or not any(former.iterdir())
+
         former = following
 
 
@@ -336,6 +322,7 @@ async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
     crashed = time.monotonic()
     kubelet.crash("train", "main")
     await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
+
     assert mode_of(own) == 0o777
 
 
@@ -391,6 +378,7 @@ async def test_a_directory_with_a_wrong_mode_is_put_right(
     own.chmod(0o755)
     own.parent.chmod(0o755)
     await until(lambda: mode_of(own) == 0o777)
+
     assert mode_of(own.parent) == 0o700
 
 
@@ -453,6 +441,7 @@ async def test_nothing_is_removed_before_a_checkpoint_was_read(
     daemon = await start(interval=0.05)
     await until(lambda: daemon.notified("READY=1"))
     await for_a_while(daemon)
+
     assert own.exists()
 
 
@@ -480,8 +469,38 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
 
 
 def locked(short_tmp: Path, **more: Any) -> dict[str, Sharing]:
-    entries = (SharedResource("n150", 2),)
+    entries = (SharedResource("n150", 4),)
     return {"sharing": Sharing(lock_dir=f"{short_tmp}/locks", resources=entries, **more)}
+
+
+async def mounts_of_new(kubelet: Kubelet, pod: str) -> list[tuple[str, str, bool]]:
+    """Return host path, container path and read_only of the mounts in a new pod."""
+    got = await kubelet.admit(pod, "main", {N150: 1})
+    return [(each.host_path, each.container_path, each.read_only) for each in got.mounts]
+
+
+async def test_containers_on_a_shared_device_share_their_locks_also_if_one_of_them_owns_them(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+) -> None:
+    """Under either strategy; root in a container can give them away and close them."""
+    (short_tmp / "cdi").mkdir()
+    locks = short_tmp / "locks/n150"
+    own = (str(locks), "/dev/shm", False)
+    more = {"mounts": (Mount("/m", "/m"),), "hugepages": "none", "interval": 0.05}
+    more |= locked(short_tmp)
+
+    for strategy, wanted in (("device-specs", [("/m", "/m", False), own]), ("cdi", [own])):
+        daemon = await start(device_list_strategy=strategy, **more)
+        await kubelet.registered(N150)
+        assert await mounts_of_new(kubelet, f"{strategy}-1") == wanted
+
+        locks.chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(locks, OTHER, OTHER)
+        assert await mounts_of_new(kubelet, f"{strategy}-2") == wanted
+
+        await daemon.stop()
+        await kubelet.wait_for(lambda: not kubelet.manager.plugins.is_listed(N150))
 
 
 async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_the_last_one(
@@ -498,8 +517,9 @@ async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_th
     await for_a_while(daemon)
     assert (shm / "lock").exists()
 
-    shm.chmod(0o700)
-    await until(lambda: mode_of(shm) == 0o1777)
+    shutil.rmtree(shm)
+    await until(lambda: shm.exists() and mode_of(shm) == 0o1777)
+    (shm / "lock").touch()
     kubelet.delete("two")
     await until(lambda: not any(shm.iterdir()))
     assert mode_of(shm) == 0o1777
@@ -598,6 +618,7 @@ def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Pa
     (parent / "file").touch()
     (parent / "link").symlink_to("/")
     tidy(directories, named(parent / "0000:01:00.0"))
+
     assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
 
 
@@ -669,7 +690,9 @@ def test_a_large_directory_delays_no_other_one(directories: Directories, parent:
             (parent / name / str(file)).touch()
     tidy(directories, now=1000.0, steps=10)
     tidy(directories, now=1001.0, steps=10)
+
     assert not (parent / "b").exists()
+
     tidy(directories, now=1002.0, steps=10)
     assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
 
@@ -695,7 +718,7 @@ async def test_a_start_removes_no_directory_of_a_possible_caller(
     """Its entry is missing for a moment, and no process shows that its hold is current."""
     monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
     (dev / "dev/hugepages-1G").mkdir(parents=True)
-    world = World(dev, now=time.monotonic() - 100)
+    world = BookWorld(dev, now=time.monotonic() - 100)
     host = ttdp.Host(world.settings, lambda: None)
     world.book = host.holds
     host.directories.unnamed((), world.now)
@@ -727,6 +750,7 @@ def test_no_link_leads_out_of_a_directory(
     (parent / "x/inner/link").symlink_to(precious)
     (parent / "y").symlink_to(precious)
     tidy(directories)
+
     assert not any(parent.iterdir())
     assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
 
@@ -806,10 +830,13 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories.put_right(named(parent / "x"))
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))
+
     assert mode_of(parent / "x") == 0o777
+
     os.chown(parent / "x", OTHER, OTHER)
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))
+
     assert mode_of(parent / "x") == 0o700
 
 
@@ -850,26 +877,44 @@ def test_the_hosts_dev_shm_is_never_emptied(directories: Directories) -> None:
     assert directories.unnamed((), 1000.0) == {"/run/ttdp/shm/n150"}
 
 
-@pytest.mark.parametrize("what", ["another user's", "open to all", "a link"])
-def test_a_lock_directory_that_others_can_change_is_not_used(
-    directories: Directories, tmp_path: Path, what: str
+@pytest.mark.parametrize(
+    ("lock_dir", "path"),
+    [("/run/locks", "/run/locks/n150"), ("/dev/shm", "/dev/shm"), ("", None)],
+)
+def test_a_lock_directory_is_for_one_resource(lock_dir: str, path: str | None) -> None:
+    """The host's own /dev/shm is as it is; without a directory there are no common locks."""
+    sharing = Sharing(lock_dir=lock_dir, resources=(SharedResource("n150", 4),))
+    settings = Settings(sharing=sharing)
+    resource = decide([chip(1)], settings).resources[N150]
+
+    assert ttdp.lock_path(resource, resource.devices, settings) == path
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda locks, elsewhere: (locks / "n150").symlink_to(elsewhere),
+        lambda locks, elsewhere: (locks / "n150").touch(),
+        lambda locks, elsewhere: (locks.rmdir(), locks.symlink_to(elsewhere)),
+        lambda locks, _: os.chown(locks, OTHER, OTHER) if os.geteuid() == 0 else None,
+        lambda locks, _: locks.chmod(0o777),
+    ],
+    ids=["a link", "a file", "a link above it", "another user's", "open to all"],
+)
+def test_only_directories_of_root_are_used_and_links_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, Path], object]
 ) -> None:
-    """Only `lock_dir` itself must be root's: a container may own its /dev/shm."""
-    lock_dir = tmp_path / "locks"
-    if what == "a link":
-        (tmp_path / "elsewhere").mkdir()
-        lock_dir.symlink_to("elsewhere")
-    else:
-        lock_dir.mkdir()
-        lock_dir.chmod(0o777)
-    if what == "another user's":
-        if os.geteuid() != 0:
-            pytest.skip("NOT RUN: needs root, for another user")
-        lock_dir.chmod(0o755)
-        os.chown(lock_dir, OTHER, OTHER)
-    with pytest.raises(OSError, match="other users can change it"):
-        directories.make_for_locks(f"{lock_dir}/n150")
-    assert not (lock_dir / "n150").exists()
+    """What is there stays as it is. A container may own its /dev/shm, but not what is around it."""
+    locks, elsewhere = tmp_path / "locks", tmp_path / "elsewhere"
+    locks.mkdir()
+    elsewhere.mkdir(mode=0o700)
+    spoil(locks, elsewhere)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)  # so that it is not ours either
+
+    with pytest.raises(OSError):
+        Directories(Settings()).make_for_locks(f"{locks}/n150")
+
+    assert mode_of(elsewhere) == 0o700 and not [*elsewhere.iterdir()]
 
 
 @pytest.fixture
