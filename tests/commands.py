@@ -197,6 +197,14 @@ def _be_the_program(
     sys.exit(simulation.main(words))
 
 
+def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
+    """The view of a node without a daemon, whose faults have begun at this Unix time."""
+    states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
+    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+    found: dict[str, Any] = json.loads(json.dumps(view))
+    return found
+
+
 class Terminal:
     """The program on a terminal of its own; it ends with the context."""
 
