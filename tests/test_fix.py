@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,25 +193,28 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
 # -- on a node -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def controls(node: SimulatedNode, short_tmp: Path) -> AsyncIterator[Controls]:
-    """The node's kernel, with a tt-smi and a modprobe that write down their calls."""
-    controls = Controls(node, short_tmp)
-    controls.install("tt-smi", "modprobe")
-    async with controls.serving():
-        yield controls
-
-
 class Served(Host):
-    """A host on which `fix` can ask a daemon."""
+    """A host with a daemon and a kubelet, whose operator runs `fix`."""
 
+    controls: Controls  # what the operator's commands and writes reach
+    kubelet: Kubelet
+    start: StartDaemon
     daemon: RunningDaemon
 
-    async def is_used(self, kubelet: Kubelet, resource: str, *pods: str, number: int = 1) -> None:
-        """Wait until these pods, each with so many devices, are known by name."""
-        await kubelet.registered(resource)
+    async def serve(self, *cards: str, **settings: Any) -> list[Chip]:
+        """Add cards, start the daemon, and return the chips."""
+        for card in cards:
+            self.node.add(card)
+        given = {"health": STALLS, "runtime_dir": str(self.root), **settings}
+        self.daemon = await self.start(**given)
+        await until(lambda: self.daemon.notified("READY=1"))
+        return self.node.chips
+
+    async def admit(self, resource: str, *pods: str, number: int = 1) -> None:
+        """Give each pod so many devices, and wait until their names are known."""
+        await self.kubelet.registered(resource)
         for pod in pods:
-            await kubelet.admit(pod, "main", {resource: number})
+            await self.kubelet.admit(pod, "main", {resource: number})
         await until(lambda: len(self.daemon.daemon.host.holds.names) == len(pods))
 
     async def shows(self, chip: Chip, kind: Kind) -> None:
@@ -218,65 +222,51 @@ class Served(Host):
         chips = self.daemon.chip
         await until(lambda: (fault := chips(chip.bdf).fault) and fault.kind is kind)
 
+    async def ill(
+        self, card: str, breaks: Callable[[Chip], object], kind: Kind, **settings: Any
+    ) -> Chip:
+        """Serve a card; return its first chip, with a fault that the daemon sees."""
+        chip, *_ = await self.serve(card, **settings)
+        breaks(chip)
+        await self.shows(chip, kind)
+        return chip
+
+    async def stalled(self) -> Chip:
+        """Serve a chip whose firmware stops while the pod train-0 holds it."""
+        (chip,) = await self.serve("n150")
+        await self.admit(N150, "train-0")
+        chip.freeze()
+        await self.shows(chip, Kind.STALLED)
+        return chip
+
     async def fix(self, chip: Chip, *words: str, **environ: str) -> Answer:
         return await self.ask("fix", chip.bdf, *words, **environ)
 
-    async def answer(self, chip: Chip, typed: str, *words: str) -> tuple[int, str]:
-        """Answer its one question; return its status and all that it showed."""
+    async def answer(
+        self, chip: Chip, answer: str | Callable[[Terminal], object], *words: str
+    ) -> tuple[int, str]:
+        """Type this, or do that, at its one question; return its status and all that it showed."""
         async with self.on_terminal("fix", chip.bdf, *words) as terminal:
             await terminal.shows(QUESTION)
-            terminal.type(typed)
+            if isinstance(answer, str):
+                terminal.type(answer)
+            else:
+                answer(terminal)
             return await terminal.ended(), terminal.text
 
 
 @pytest.fixture
-def host(short_tmp: Path, node: SimulatedNode, ticking: None, controls: Controls) -> Served:
+async def host(
+    short_tmp: Path, node: SimulatedNode, ticking: None, kubelet: Kubelet, start: StartDaemon
+) -> AsyncIterator[Served]:
+    """With a tt-smi and a modprobe that write down their calls."""
+    controls = Controls(node, short_tmp)
+    controls.install("tt-smi", "modprobe")
     environ = {"RUNTIME_DIRECTORY": str(short_tmp), "TT_CONTROLS": controls.path}
-    return Served(short_tmp, node, environ, dict(QUICK))
-
-
-Serve = Callable[..., Awaitable[list[Chip]]]
-
-
-@pytest.fixture
-def serve(host: Served, start: StartDaemon) -> Serve:
-    """Adds cards, starts the daemon, and returns the chips."""
-
-    async def serve(*cards: str, **settings: Any) -> list[Chip]:
-        for card in cards:
-            host.node.add(card)
-        given = {"health": STALLS, **settings}
-        host.daemon = await start(runtime_dir=str(host.root), **given)
-        await until(lambda: host.daemon.notified("READY=1"))
-        return host.node.chips
-
-    return serve
-
-
-Ill = Callable[..., Awaitable[Chip]]
-
-
-@pytest.fixture
-def ill(host: Served, serve: Serve) -> Ill:
-    """Serves a card, whose first chip gets a fault that the daemon sees."""
-
-    async def ill(card: str, breaks: Callable[[Chip], object], kind: Kind, **settings: Any) -> Chip:
-        chip, *_ = await serve(card, **settings)
-        breaks(chip)
-        await host.shows(chip, kind)
-        return chip
-
-    return ill
-
-
-@pytest.fixture
-async def stalled(host: Served, kubelet: Kubelet, serve: Serve) -> Chip:
-    """A chip whose firmware has stopped while a pod holds it."""
-    (chip,) = await serve("n150")
-    await host.is_used(kubelet, N150, "train-0")
-    chip.freeze()
-    await host.shows(chip, Kind.STALLED)
-    return chip
+    host = Served(short_tmp, node, environ, dict(QUICK))
+    host.controls, host.kubelet, host.start = controls, kubelet, start
+    async with controls.serving():
+        yield host
 
 
 def unload(chip: Chip) -> None:
@@ -299,6 +289,7 @@ def heal(chip: Chip) -> None:
 
 RESET = "tt-smi -r /dev/tenstorrent/0 --no_reinit"
 RESET_OF_SECOND = "tt-smi -r /dev/tenstorrent/1 --no_reinit"
+REBIND = [f"unbind {ADDRESS}", f"bind {ADDRESS}"]
 SECOND = "0000:02:00.0"
 REBIND_SECOND = [f"unbind {SECOND}", f"bind {SECOND}"]
 ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
@@ -318,21 +309,20 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 
 @pytest.mark.parametrize("row", ROWS)
 async def test_each_fault_is_mended(
-    host: Served, kubelet: Kubelet, controls: Controls, serve: Serve,
-    monkeypatch: pytest.MonkeyPatch, row: str,
-) -> None:  # fmt: skip
+    host: Served, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
     monkeypatch.setattr(ttdp, "FIRMWARE_TIMEOUT", 0.2)
-    other, chip = await serve("n150", "n150")
-    await kubelet.registered(N150)
-    controls.finds, controls.reset = {SECOND}, heal
+    other, chip = await host.serve("n150", "n150")
+    await host.kubelet.registered(N150)
+    host.controls.finds, host.controls.reset = {SECOND}, heal
     breaks(chip)
     await host.shows(chip, kind)
 
     answer = await host.fix(chip, "--yes")
 
-    assert (controls.calls, answer.status, answer.err) == (calls, 0, ""), answer.out
+    assert (host.controls.calls, answer.status, answer.err) == (calls, 0, ""), answer.out
     first, *_, healthy, last = answer.out.splitlines()
     assert first.startswith(f"{SECOND} (n150): ") and "(since " in first
     assert healthy == f"{SECOND} (n150): healthy; not in use"
@@ -375,12 +365,10 @@ FILES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-async def test_a_device_file_is_made_again(
-    host: Served, controls: Controls, ill: Ill, what: str
-) -> None:
+async def test_a_device_file_is_made_again(host: Served, what: str) -> None:
     """With sysfs's numbers, and for every user, whatever the umask is and what was there."""
     can_make_device_files(host.node)
-    chip = await ill("n150", lambda it: FILES[what](it.device_node), Kind.DEVICE_FILE)
+    chip = await host.ill("n150", lambda it: FILES[what](it.device_node), Kind.DEVICE_FILE)
 
     before = os.umask(0o077)
     try:
@@ -388,7 +376,7 @@ async def test_a_device_file_is_made_again(
     finally:
         os.umask(before)
 
-    assert (controls.calls, answer.status) == ([], 0), answer.out + answer.err
+    assert (host.controls.calls, answer.status) == ([], 0), answer.out + answer.err
     status = chip.device_node.lstat()
     assert stat.S_ISCHR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o666
     numbers = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
@@ -399,16 +387,16 @@ async def test_a_device_file_is_made_again(
 # -- several steps, and steps without effect -------------------------------------------------------
 
 
-async def test_two_faults_are_mended_in_turn(host: Served, controls: Controls, ill: Ill) -> None:
+async def test_two_faults_are_mended_in_turn(host: Served) -> None:
     """A device file that is missing, and firmware that has stopped."""
     can_make_device_files(host.node)
-    chip = await ill("n150", Chip.freeze, Kind.STALLED)
+    chip = await host.ill("n150", Chip.freeze, Kind.STALLED)
     chip.device_node.unlink()
     await host.shows(chip, Kind.DEVICE_FILE)
 
     answer = await host.fix(chip, "--yes")
 
-    assert answer.status == 0 and controls.calls == [RESET]
+    assert answer.status == 0 and host.controls.calls == [RESET]
     assert re.findall(r"(?m)^next step: (\w+)", answer.out) == ["make", "reset"]
 
 
@@ -425,36 +413,32 @@ IN_VAIN: dict[str, tuple[Callable[[Chip], None], Kind, list[str], str]] = {
     "a rebind that the kernel refuses": (
         Chip.reset,
         Kind.RESETTING,
-        [f"unbind {ADDRESS}", f"bind {ADDRESS}"],
+        REBIND,
         "power-cycle the host",
     ),
 }
 
 
 @pytest.mark.parametrize("what", IN_VAIN)
-async def test_a_step_without_effect_is_not_taken_again(
-    host: Served, controls: Controls, ill: Ill, what: str
-) -> None:
+async def test_a_step_without_effect_is_not_taken_again(host: Served, what: str) -> None:
     """It says what is left, and of what the kernel refuses its reason."""
     breaks, kind, calls, left = IN_VAIN[what]
     host.constants["FOLLOWS_WITHIN"] = 1.5
-    controls.reset = lambda chip: None
-    controls.refused |= {"bind": "EBUSY", "modprobe": "ENOENT"}
-    chip = await ill("n150", breaks, kind)
+    host.controls.reset = lambda chip: None
+    host.controls.refused |= {"bind": "EBUSY", "modprobe": "ENOENT"}
+    chip = await host.ill("n150", breaks, kind)
 
     answer = await host.fix(chip, "--yes")
 
-    assert (controls.calls, answer.status) == (calls, 1)
+    assert (host.controls.calls, answer.status) == (calls, 1)
     assert answer.out.endswith(f"what is left: {left}\n")
     refusal = f"{host.node.root}/sys/bus/pci/drivers/tenstorrent/bind: Device or resource busy\n"
     assert (refusal in answer.out) is (kind is Kind.RESETTING)
 
 
-async def test_a_reset_that_ends_by_itself_is_waited_for(
-    host: Served, controls: Controls, ill: Ill
-) -> None:
+async def test_a_reset_that_ends_by_itself_is_waited_for(host: Served) -> None:
     """Then no step is needed, and no answer."""
-    chip = await ill("p150a", Chip.reset, Kind.RESETTING)
+    chip = await host.ill("p150a", Chip.reset, Kind.RESETTING)
     host.constants["RESET_TAKES"] = 60.0
 
     async with host.on_terminal("fix", chip.bdf) as terminal:
@@ -462,16 +446,14 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(
         chip.post_reset()
         assert await terminal.ended() == 0
 
-    assert controls.calls == [] and "healthy" in terminal.text
+    assert host.controls.calls == [] and "healthy" in terminal.text
 
 
-async def test_an_effect_has_four_health_intervals(
-    host: Served, controls: Controls, ill: Ill
-) -> None:
+async def test_an_effect_has_four_health_intervals(host: Served) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
-    chip = await ill("n150", Chip.die, Kind.NO_RESPONSE, interval=3.0)
+    chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE, interval=3.0)
     loop = asyncio.get_running_loop()
-    controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
+    host.controls.reset = lambda chip: loop.call_later(0.5, heal, chip)
     host.constants["FOLLOWS_WITHIN"] = 0.1
 
     answer = await host.fix(chip, "--yes")
@@ -482,32 +464,28 @@ async def test_an_effect_has_four_health_intervals(
 # -- nothing is done -------------------------------------------------------------------------------
 
 
-async def test_a_healthy_chip_is_left_alone(
-    host: Served, controls: Controls, kubelet: Kubelet, serve: Serve
-) -> None:
+async def test_a_healthy_chip_is_left_alone(host: Served) -> None:
     """It says so, and which pod has it; addresses are accepted in any case."""
     host.node.add("n150", bdf="0000:0a:00.0")
-    await serve()
-    await host.is_used(kubelet, N150, "train-0")
+    await host.serve()
+    await host.admit(N150, "train-0")
 
     answer = await host.ask("fix", "0000:0A:00.0")
 
     state = "0000:0a:00.0 (n150): healthy; used by default/train-0"
     assert (answer.out, answer.status) == (f"{state}\nnothing needs to be done\n", 0)
-    assert controls.calls == []
+    assert host.controls.calls == []
 
 
-async def test_a_chip_that_is_out_of_service_is_left_alone(
-    host: Served, controls: Controls, serve: Serve
-) -> None:
+async def test_a_chip_that_is_out_of_service_is_left_alone(host: Served) -> None:
     """Whatever it has, as it may be on its way back to the vendor; status 0."""
-    (chip,) = await serve("n150", exclude=(ADDRESS,))
+    (chip,) = await host.serve("n150", exclude=(ADDRESS,))
     chip.unbind()
 
     answer = await host.fix(chip, "--yes")
 
     assert answer.out.endswith("nothing is done: the chip is excluded, and no pod holds it\n")
-    assert (controls.calls, answer.status) == ([], 0)
+    assert (host.controls.calls, answer.status) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -518,52 +496,50 @@ async def test_a_chip_that_is_out_of_service_is_left_alone(
     ],
 )
 async def test_what_no_command_helps(
-    host: Served, controls: Controls, ill: Ill,
-    breaks: Callable[[Chip], None], kind: Kind, text: str,
-) -> None:  # fmt: skip
+    host: Served, breaks: Callable[[Chip], None], kind: Kind, text: str
+) -> None:
     """It says what would help; status 1."""
-    chip = await ill("p150a", breaks, kind)
+    chip = await host.ill("p150a", breaks, kind)
 
     answer = await host.fix(chip, "--yes")
 
     assert text in answer.out and "nothing is done" in answer.out
-    assert (controls.calls, answer.status) == ([], 1)
+    assert (host.controls.calls, answer.status) == ([], 1)
 
 
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_without_a_daemon_it_is_one_line(host: Served, controls: Controls) -> None:
+async def test_without_a_daemon_it_is_one_line(host: Served) -> None:
     """The view of one look does not know a stalled heartbeat, nor the pods."""
     (chip,) = host.node.add("n150")
     chip.unbind()
     answer = await host.fix(chip, "--yes")
     assert answer.err == "the service is not running; run: systemctl start tt-device-plugin\n"
-    assert (answer.out, controls.calls, answer.status) == ("", [], 1)
+    assert (answer.out, host.controls.calls, answer.status) == ("", [], 1)
 
 
-async def test_an_unknown_address_is_one_line(host: Served, serve: Serve) -> None:
+async def test_an_unknown_address_is_one_line(host: Served) -> None:
     """Status 2, as of a usage error."""
-    await serve("n150")
+    await host.serve("n150")
     answer = await host.ask("fix", "0000:99:00.0", "--yes")
     text = "'0000:99:00.0' was not seen since boot; run: tt-device-plugin list\n"
     assert (answer.out, answer.err, answer.status) == ("", text, 2)
 
 
-async def test_an_invalid_file_does_not_keep_from_mending(
-    host: Served, controls: Controls, stalled: Chip
-) -> None:
+async def test_an_invalid_file_does_not_keep_from_mending(host: Served) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
+    stalled = await host.stalled()
     file = host.configure("unit = 7")
     answer = await host.fix(stalled, "--yes", f"--config-file={file}")
     assert "unit" in answer.err and len(answer.err.splitlines()) == 1
-    assert (len(controls.calls), answer.status) == (1, 0)
+    assert (len(host.controls.calls), answer.status) == (1, 0)
 
 
 @pytest.mark.parametrize("place", ["status.sock", "sys/bus/pci/drivers/tenstorrent/bind"])
-async def test_who_may_not_is_told_to_be_root(host: Served, ill: Ill, place: str) -> None:
+async def test_who_may_not_is_told_to_be_root(host: Served, place: str) -> None:
     """For the daemon's view, and for a step; one line."""
-    chip = await ill("n150", Chip.unbind, Kind.NO_DRIVER)
+    chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
     path = (host.root if place == "status.sock" else host.node.root) / place
     path.chmod(0)
     answer = await asyncio.to_thread(host.run_as_process, "fix", chip.bdf, "--yes", as_other=True)
@@ -571,26 +547,27 @@ async def test_who_may_not_is_told_to_be_root(host: Served, ill: Ill, place: str
     assert len(answer.err.splitlines()) == 1 and answer.status == 1
 
 
-async def test_one_at_a_time(host: Served, controls: Controls, stalled: Chip) -> None:
+async def test_one_at_a_time(host: Served) -> None:
     """The second is one line, which names the first."""
+    stalled = await host.stalled()
     async with host.on_terminal("fix", stalled.bdf) as terminal:
         await terminal.shows(QUESTION)
         answer = await host.fix(stalled, "--yes")
     assert answer.err.startswith("another fix is at work on this node: process ")
     assert len(answer.err.splitlines()) == 1
-    assert (answer.out, answer.status, controls.calls) == ("", 1, [])
+    assert (answer.out, answer.status, host.controls.calls) == ("", 1, [])
 
 
 # -- the question ----------------------------------------------------------------------------------
 
 
-async def test_it_prints_readmes_example(host: Served, kubelet: Kubelet, serve: Serve) -> None:
+async def test_it_prints_readmes_example(host: Served) -> None:
     """Fault, users, step, command, question; then what it sees, and which pods lost their chip.
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
     """
-    _, chip = await serve("n300", "n300")
-    await host.is_used(kubelet, N300, "train-0", "train-1")
+    _, chip = await host.serve("n300", "n300")
+    await host.admit(N300, "train-0", "train-1")
     chip.freeze()
     await host.shows(chip, Kind.STALLED)
 
@@ -612,27 +589,25 @@ NO = ["n\n", "\n", "\x04", "yesterday\n", "ja\n"]  # with the end of input
 
 
 @pytest.mark.parametrize("typed", [*YES, *NO])
-async def test_any_answer_but_yes_is_a_no(
-    host: Served, controls: Controls, stalled: Chip, typed: str
-) -> None:
+async def test_any_answer_but_yes_is_a_no(host: Served, typed: str) -> None:
     """Then nothing is done; status 1."""
+    stalled = await host.stalled()
     status, text = await host.answer(stalled, typed)
 
-    assert controls.calls == ([RESET] if typed in YES else [])
+    assert host.controls.calls == ([RESET] if typed in YES else [])
     assert status == (typed in NO)
     assert text.endswith("\nnothing is done\n") is (typed in NO)
 
 
-async def test_what_was_typed_before_the_question_is_no_answer(
-    host: Served, controls: Controls, stalled: Chip
-) -> None:
+async def test_what_was_typed_before_the_question_is_no_answer(host: Served) -> None:
     """Such as the rest of what was pasted."""
+    stalled = await host.stalled()
     async with host.on_terminal("fix", stalled.bdf) as terminal:
         terminal.type("y\n")
         await terminal.shows(QUESTION)
         terminal.type("n\n")
         assert await terminal.ended() == 1
-    assert controls.calls == []
+    assert host.controls.calls == []
 
 
 @pytest.mark.parametrize(
@@ -643,11 +618,10 @@ async def test_what_was_typed_before_the_question_is_no_answer(
     ],
 )
 async def test_without_a_terminal_it_only_describes(
-    host: Served, controls: Controls, ill: Ill,
-    breaks: Callable[[Chip], None], kind: Kind, step: str,
-) -> None:  # fmt: skip
+    host: Served, breaks: Callable[[Chip], None], kind: Kind, step: str
+) -> None:
     """The first step, without the command; a pipe cannot answer. Status 1."""
-    chip = await ill("p150a", breaks, kind)
+    chip = await host.ill("p150a", breaks, kind)
     host.constants["RESET_TAKES"] = 3600.0
 
     answer = await host.fix(chip)
@@ -656,20 +630,20 @@ async def test_without_a_terminal_it_only_describes(
         f"next step: {step}",
         "nothing is done: the question needs a terminal; to answer yes in advance, use --yes",
     ]
-    assert (controls.calls, answer.status, answer.err) == ([], 1, "")
+    assert (host.controls.calls, answer.status, answer.err) == ([], 1, "")
 
 
-async def go_away(host: Served, kubelet: Kubelet, chip: Chip, other: Chip) -> None:
+async def go_away(host: Served, chip: Chip, other: Chip) -> None:
     chip.vanish()
     chip.thaw()
 
 
-async def renumber(host: Served, kubelet: Kubelet, chip: Chip, other: Chip) -> None:
+async def renumber(host: Served, chip: Chip, other: Chip) -> None:
     host.node.swap_ordinals(chip.bdf, other.bdf)
 
 
-async def end_the_pod(host: Served, kubelet: Kubelet, chip: Chip, other: Chip) -> None:
-    kubelet.delete("train-0")
+async def end_the_pod(host: Served, chip: Chip, other: Chip) -> None:
+    host.kubelet.delete("train-0")
     await until(lambda: not host.daemon.decision.holds)
 
 
@@ -682,15 +656,15 @@ async def end_the_pod(host: Served, kubelet: Kubelet, chip: Chip, other: Chip) -
     ],
 )
 async def test_after_a_change_the_answer_was_for_another_step(
-    host: Served, controls: Controls, kubelet: Kubelet, stalled: Chip,
-    change: Callable[..., Awaitable[None]], asked: str, asked_then: str,
-) -> None:  # fmt: skip
+    host: Served, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
+) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
+    stalled = await host.stalled()
     (other,) = host.node.add("n150")
 
     async with host.on_terminal("fix", stalled.bdf) as terminal:
         assert asked in await terminal.shows(QUESTION)
-        await change(host, kubelet, stalled, other)
+        await change(host, stalled, other)
         terminal.type("y\n")
         second = await terminal.shows(QUESTION)
         terminal.type("n\n")
@@ -698,32 +672,30 @@ async def test_after_a_change_the_answer_was_for_another_step(
 
     assert "your answer was for another step" in second
     assert asked_then in second and asked not in second
-    assert controls.calls == []
+    assert host.controls.calls == []
 
 
-async def test_the_service_ends_before_the_answer(
-    host: Served, controls: Controls, stalled: Chip
-) -> None:
+async def test_the_service_ends_before_the_answer(host: Served) -> None:
     """Nothing is done without its view."""
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
-        await terminal.shows(QUESTION)
-        await host.daemon.stop()
-        (host.root / ttdp.STATUS_SOCKET).unlink()
+    stalled = await host.stalled()
+    lost = host.root / "lost"  # the name is all that a connection needs
+
+    def end_the_service(terminal: Terminal) -> None:
+        (host.root / ttdp.STATUS_SOCKET).rename(lost)
         terminal.type("y\n")
-        assert await terminal.ended() == 1
-    assert "the service is not running; run: systemctl start" in terminal.text
-    assert controls.calls == []
+
+    status, text = await host.answer(stalled, end_the_service)
+    assert "the service is not running; run: systemctl start" in text
+    assert (host.controls.calls, status) == ([], 1)
 
 
 # -- whom it hits ----------------------------------------------------------------------------------
 
 
-async def test_a_reset_of_a_p300_hits_the_other_chip(
-    host: Served, kubelet: Kubelet, serve: Serve
-) -> None:
+async def test_a_reset_of_a_p300_hits_the_other_chip(host: Served) -> None:
     """And its pod; both pods have to be started again."""
-    chip, other = await serve("p300c")
-    await host.is_used(kubelet, P300, "train-0", "train-1")
+    chip, other = await host.serve("p300c")
+    await host.admit(P300, "train-0", "train-1")
     chip.die()
     await host.shows(chip, Kind.NO_RESPONSE)
 
@@ -738,20 +710,20 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
-async def test_the_other_chip_can_be_unknown(host: Served, serve: Serve) -> None:
+async def test_the_other_chip_can_be_unknown(host: Served) -> None:
     """Two chips are known as one board by its serial number, which the firmware reports."""
     chip, _ = host.node.add("p300c", firmware=False)
-    await serve()
+    await host.serve()
     chip.die(bus=True)
     await host.shows(chip, Kind.NO_RESPONSE)
     answer = await host.fix(chip)
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
 
-async def test_the_driver_concerns_all_chips(host: Served, kubelet: Kubelet, serve: Serve) -> None:
+async def test_the_driver_concerns_all_chips(host: Served) -> None:
     """Their users are named, too."""
-    chip, other = await serve("n150", "n150")
-    await host.is_used(kubelet, N150, "train-0", number=2)
+    chip, other = await host.serve("n150", "n150")
+    await host.admit(N150, "train-0", number=2)
     unload(chip)
     await host.shows(chip, Kind.NO_DRIVER)
 
@@ -763,10 +735,10 @@ async def test_the_driver_concerns_all_chips(host: Served, kubelet: Kubelet, ser
 
 @pytest.mark.parametrize("on_terminal", [True, False])
 async def test_a_galaxys_chip_is_reset_only_after_an_answer(
-    host: Served, controls: Controls, ill: Ill, on_terminal: bool
+    host: Served, on_terminal: bool
 ) -> None:
     """--yes does not give it; what is known of such resets is told."""
-    chip = await ill("galaxy-wormhole", Chip.freeze, Kind.STALLED)
+    chip = await host.ill("galaxy-wormhole", Chip.freeze, Kind.STALLED)
 
     if on_terminal:
         status, text = await host.answer(chip, "n\n", "--yes")
@@ -775,14 +747,15 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(
         status, text = answer.status, answer.out
         assert text.endswith("the question needs a terminal\n")
 
-    assert status == 1 and "CPLD firmware 1.16" in text and controls.calls == []
+    assert status == 1 and "CPLD firmware 1.16" in text and host.controls.calls == []
 
 
 # -- tt-smi ----------------------------------------------------------------------------------------
 
 
-async def test_a_missing_tt_smi(host: Served, stalled: Chip) -> None:
+async def test_a_missing_tt_smi(host: Served) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
+    stalled = await host.stalled()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
     answer = await host.fix(stalled, "--yes", PATH=f"{host.root}:{os.environ['PATH']}")
     reason = f"tt-smi was not found in {host.node.root}/bin (sudo has a PATH of its own)\n"
@@ -793,63 +766,56 @@ OLD = ["4.1.9", "", "unknown"]
 
 
 @pytest.mark.parametrize("version", [*OLD, "4.2", "4.10.0"])
-async def test_tt_smi_must_accept_a_device_file_as_target(
-    host: Served, controls: Controls, stalled: Chip, version: str
-) -> None:
+async def test_tt_smi_must_accept_a_device_file_as_target(host: Served, version: str) -> None:
     """As it does since 4.2; one without a version does not."""
-    controls.version = version
+    stalled = await host.stalled()
+    host.controls.version = version
 
     answer = await host.fix(stalled, "--yes")
 
     expected = f"bin/tt-smi is version {version or 'unknown'}; 4.2 or later is needed\n"
     assert answer.out.endswith(expected) is (version in OLD)
-    assert controls.calls == ([] if version in OLD else [RESET])
+    assert host.controls.calls == ([] if version in OLD else [RESET])
     assert answer.status == (version in OLD)
 
 
-async def test_the_environment_and_the_status_of_tt_smi(
-    host: Served, controls: Controls, stalled: Chip
-) -> None:
+async def test_the_environment_and_the_status_of_tt_smi(host: Served) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
-    controls.status = 1
+    stalled = await host.stalled()
+    host.controls.status = 1
 
     answer = await host.fix(stalled, "--yes", TT_VISIBLE_DEVICES="0000:77:00.0", HOME="/nowhere")
 
-    assert {environ["HOME"] for environ in controls.environments} == {"/nowhere"}
-    assert not any("TT_VISIBLE_DEVICES" in environ for environ in controls.environments)
+    assert {environ["HOME"] for environ in host.controls.environments} == {"/nowhere"}
+    assert not any("TT_VISIBLE_DEVICES" in environ for environ in host.controls.environments)
     assert "tt-smi ended with status 1\n" in answer.out and answer.status == 0
 
 
 @pytest.mark.parametrize("ignored", [(), (signal.SIGINT, signal.SIGTERM)])
-async def test_ctrl_c_ends_a_tt_smi_that_hangs(
-    host: Served, controls: Controls, stalled: Chip, ignored: tuple[int, ...]
-) -> None:
+async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Served, ignored: tuple[int, ...]) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
-    controls.install("tt-smi", ignored=ignored)
-    controls.hangs = True
+    stalled = await host.stalled()
+    host.controls.install("tt-smi", ignored=ignored)
+    host.controls.hangs = True
     host.constants["ENDS_WITHIN"] = 0.3
 
     async with host.on_terminal("fix", stalled.bdf) as terminal:
         await terminal.shows(QUESTION)
         terminal.type("y\n")
-        await until(lambda: controls.calls)
+        await until(lambda: host.controls.calls)
         terminal.type("\x03")
         assert await terminal.ended() == 130
 
     assert "heartbeat stalled" in await terminal.shows("interrupted\n")
-    await until(lambda: controls.waiting == 0)
+    await until(lambda: host.controls.waiting == 0)
     assert terminal.text.endswith("pods that must be started again: default/train-0\n")
 
 
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-def press_ctrl_c(terminal: Terminal) -> None:
-    terminal.type("\x03")
-
-
 INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
-    "Ctrl-C": press_ctrl_c,
+    "Ctrl-C": lambda terminal: terminal.type("\x03"),
     "SIGTERM": lambda terminal: terminal.send(signal.SIGTERM),
     "SIGHUP": lambda terminal: terminal.send(signal.SIGHUP),
     "a closed terminal": Terminal.close,
@@ -857,54 +823,44 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 
 
 @pytest.mark.parametrize("how", INTERRUPTS)
-async def test_an_interrupt_at_the_question(
-    host: Served, controls: Controls, stalled: Chip, how: str
-) -> None:
+async def test_an_interrupt_at_the_question(host: Served, how: str) -> None:
     """Nothing is done; status 130."""
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
-        await terminal.shows(QUESTION)
-        INTERRUPTS[how](terminal)
-        assert await terminal.ended() == 130
-    assert controls.calls == []
+    stalled = await host.stalled()
+    status, _ = await host.answer(stalled, INTERRUPTS[how])
+    assert (host.controls.calls, status) == ([], 130)
 
 
 @pytest.mark.parametrize(
-    ("breaks", "kind", "first", "calls", "how"),
+    ("breaks", "kind", "calls", "how"),
     [
-        *(
-            (Chip.reset, Kind.RESETTING, "unbind", [f"unbind {ADDRESS}", f"bind {ADDRESS}"], how)
-            for how in INTERRUPTS
-        ),
-        (unload, Kind.NO_DRIVER, "modprobe", ["modprobe tenstorrent"], "Ctrl-C"),
+        *((Chip.reset, Kind.RESETTING, REBIND, how) for how in INTERRUPTS),
+        (unload, Kind.NO_DRIVER, ["modprobe tenstorrent"], "Ctrl-C"),
     ],
 )
 async def test_an_interrupt_counts_after_a_step(
-    host: Served, controls: Controls, ill: Ill,
-    breaks: Callable[[Chip], None], kind: Kind, first: str, calls: list[str], how: str,
-) -> None:  # fmt: skip
+    host: Served, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
+) -> None:
     """An unbind is followed by its bind, and the terminal's Ctrl-C does not end modprobe."""
-    chip = await ill("p150a", breaks, kind)
+    chip = await host.ill("p150a", breaks, kind)
 
-    async with host.on_terminal("fix", chip.bdf) as terminal:
-
-        def interrupt(call: str) -> None:
-            if call.startswith(first):
-                INTERRUPTS[how](terminal)
-
-        controls.before = interrupt
-        await terminal.shows(QUESTION)
+    def say_yes(terminal: Terminal) -> None:
+        interrupt = partial(INTERRUPTS[how], terminal)
+        host.controls.before = lambda call: interrupt() if call == calls[0] else None
         terminal.type("y\n")
-        assert await terminal.ended() == 130
 
-    assert controls.calls == calls and chip.ordinal is not None
+    status, _ = await host.answer(chip, say_yes)
+
+    assert (host.controls.calls, status) == (calls, 130)
+    assert chip.ordinal is not None
 
 
-async def test_an_interrupt_while_it_waits(host: Served, controls: Controls, stalled: Chip) -> None:
+async def test_an_interrupt_while_it_waits(host: Served) -> None:
     """For the effect of a step: it says how the chip is, and ends.
 
     With --yes, the command is shown on a terminal, and nothing is asked.
     """
-    controls.reset = lambda chip: None
+    stalled = await host.stalled()
+    host.controls.reset = lambda chip: None
     host.constants["FOLLOWS_WITHIN"] = 600.0
 
     async with host.on_terminal("fix", stalled.bdf, "--yes") as terminal:
@@ -920,7 +876,7 @@ async def test_an_interrupt_while_it_waits(host: Served, controls: Controls, sta
 
 
 async def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
-    host: Served, kubelet: Kubelet, controls: Controls, serve: Serve
+    host: Served,
 ) -> None:
     """node-problem-detector runs a check; its status is the condition, which taints the node.
 
@@ -936,11 +892,11 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
         answer = await host.ask(*words)
         return answer.status, answer.out[: monitor["pluginConfig"]["max_output_length"]]
 
-    (chip,) = await serve("n150")
-    await kubelet.registered(N150)
+    (chip,) = await host.serve("n150")
+    await host.kubelet.registered(N150)
     assert (await check())[0] == 0
 
-    controls.reset = heal
+    host.controls.reset = heal
     chip.die()
     await host.shows(chip, Kind.NO_RESPONSE)
     status, message = await check()
