@@ -626,102 +626,52 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
 # -- files for others ------------------------------------------------------------------------------
 
 
-def refuse_changes(patch: pytest.MonkeyPatch, directory: Path, number: int) -> None:
-    """Have this process make no directory below this one, nor change a mode there."""
-    mkdir, fchmod = os.mkdir, os.fchmod
-
-    def refuse(path: object, dir_fd: int | None = None) -> None:
-        around = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
-        if os.path.join(around, str(path)).startswith(f"{directory}/"):
-            raise OSError(number, os.strerror(number))
-
-    def make(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        if not os.path.exists(path if dir_fd is None else f"/proc/self/fd/{dir_fd}/{path}"):
-            refuse(path, dir_fd)
-        mkdir(path, mode, dir_fd=dir_fd)
-
-    def change(descriptor: int, mode: int) -> None:
-        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fchmod(descriptor, mode)
-
-    patch.setattr("os.mkdir", make)
-    patch.setattr("os.fchmod", change)
-
-
-async def finding_about_directories(
-    served: Host, kubelet: Kubelet, start: StartDaemon, spoil: Callable[[Path], object]
-) -> str:
-    """Spoil a hugetlbfs in which a pod has its directory; return what `check` says of that."""
+async def test_a_directory_that_cannot_be_made_fails(
+    served: Host, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """A pod that has it cannot start again, so `check` has the reason of the status."""
     served.node.set_hugepages(4)
     daemon = await start(runtime_dir=str(served.root), interval=0.1)
     await kubelet.registered("tenstorrent.com/n150")
     await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 1})
 
-    spoil(served.node.root / "dev/hugepages-1G")
+    own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
+    shutil.rmtree(own)
+    own.touch()
     await until(lambda: daemon.daemon.host.problems)
 
-    (found,) = (each for each in (await served.ask("check")).complaints if each[0] == "FAIL")
-    assert found[1] == "directories"
-    return found[2].removeprefix("directory for containers cannot be used: ")
+    text = f"directory for containers cannot be used: {own}: Not a directory"
+    assert ("FAIL", "directories", text) in (await served.ask("check")).complaints
 
 
-async def test_a_directory_that_cannot_be_made_fails(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """A pod that has it cannot start again, so `check` has the reason of the status."""
-
-    def spoil(hugetlbfs: Path) -> None:
-        shutil.rmtree(hugetlbfs / OWN_DIRECTORY)
-        (hugetlbfs / OWN_DIRECTORY).touch()
-
-    text = await finding_about_directories(served, kubelet, start, spoil)
-
-    own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
-    assert text == f"{own}: Not a directory"
-
-
-@pytest.mark.parametrize("missing", ["tt-device-plugin", "tt-device-plugin/*"])
-async def test_of_a_read_only_hugetlbfs_the_command_is_shown(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    missing: str,
+@pytest.mark.parametrize("is_missing", [True, False])
+@pytest.mark.parametrize(
+    ("number", "is_roots", "command"),
+    [
+        (errno.EROFS, True, "mount -o remount,rw {hugetlbfs}"),
+        (errno.EACCES, False, "chown root {found}"),
+        (errno.EPERM, False, "chown root {found}"),
+        (errno.EACCES, True, "chmod u+rwx,go-w {found}"),
+        (errno.ENOTDIR, True, ""),
+    ],
+)
+def test_the_command_for_a_directory_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    number: int, is_roots: bool, command: str, is_missing: bool,
 ) -> None:  # fmt: skip
-    """Whichever directory in it is missing, it is that file system which must be writable."""
+    """Of what is missing, the one around it must be writable; or else its file system."""
+    path = tmp_path / "one/two"
+    path.parent.mkdir()
+    if not is_missing:
+        path.mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == str(tmp_path))
+    monkeypatch.setattr(ttdp, "_is_roots", lambda status: is_roots)
 
-    def spoil(hugetlbfs: Path) -> None:
-        for path in [*hugetlbfs.glob(missing)]:
-            shutil.rmtree(path)
-        monkeypatch.setattr("os.path.ismount", lambda path: path == str(hugetlbfs))
-        refuse_changes(monkeypatch, hugetlbfs, errno.EROFS)
+    reason = ttdp.directory_problem(OSError(number, os.strerror(number), str(path)))
 
-    text = await finding_about_directories(served, kubelet, start, spoil)
-
-    hugetlbfs = served.node.root / "dev/hugepages-1G"
-    assert text.startswith(f"{hugetlbfs}/tt-device-plugin: Read-only file system")
-    assert text.endswith(f"; run: mount -o remount,rw {hugetlbfs}")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
-@pytest.mark.parametrize("whose", ["tt-device-plugin", "."])
-async def test_of_another_users_hugetlbfs_the_command_is_shown(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    whose: str,
-) -> None:  # fmt: skip
-    """The service is root without the capability to write there."""
-
-    def spoil(hugetlbfs: Path) -> None:
-        os.chown(hugetlbfs / whose, 1000, 1000)
-        (of_pod,) = (hugetlbfs / OWN_DIRECTORY).iterdir()
-        of_pod.rmdir()
-        if whose == ".":
-            of_pod.parent.rmdir()
-            refuse_changes(monkeypatch, hugetlbfs, errno.EACCES)
-
-    text = await finding_about_directories(served, kubelet, start, spoil)
-
-    hugetlbfs = served.node.root / "dev/hugepages-1G"
-    reason = "Permission denied" if whose == "." else "another user's directory"
-    command = f"chown root {hugetlbfs if whose == '.' else hugetlbfs / OWN_DIRECTORY}"
-    assert text == f"{hugetlbfs / OWN_DIRECTORY}: {reason}; run: {command}"
+    found = path.parent if is_missing else path
+    assert reason.command == command.format(hugetlbfs=tmp_path, found=found)
+    assert reason.problem.endswith(f": {path}: {os.strerror(number)}")
 
 
 @pytest.mark.parametrize("name", ["0000:01:00.0-5ca1ab1e", "x; reboot", "x\n<3>forged"])
