@@ -19,7 +19,7 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from tests.commands import Answer, Host, host_with
+from tests.commands import Answer, Host, Served, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
@@ -29,6 +29,7 @@ from tests.world.simulation import settings_of
 from ttdp import OWN_DIRECTORY, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
+N150 = "tenstorrent.com/n150"
 NOT_RUNNING = ("FAIL", "service", "is not running; run: systemctl start tt-device-plugin")
 
 
@@ -95,20 +96,17 @@ def test_an_unknown_key_is_one_line_without_a_remedy_that_cannot_work(host: Host
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-async def test_quiet_prints_only_what_is_not_ok(
-    served: Host, kubelet: Kubelet, start: StartDaemon, quiet: bool
-) -> None:
+async def test_quiet_prints_only_what_is_not_ok(served: Served, quiet: bool) -> None:
     """Nothing if all is well; the status is the same."""
     served.plugins.chmod(0o750)
-    await start(runtime_dir=str(served.root), interval=3600)
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=3600)
     words = ["check", "--quiet"] if quiet else ["check"]
 
     answer = await served.ask(*words)
     assert (answer.out == "", answer.status) == (quiet, 0)
 
     served.node.chips[0].vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(N150))
     answer = await served.ask(*words)
     assert ("FAIL", FIRST) in [finding[:2] for finding in answer.findings]
     assert ("ok" in {level for level, *_ in answer.findings}) is not quiet
@@ -140,29 +138,28 @@ def test_each_command_is_on_one_line(
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode) -> Host:
-    """The host of a kubelet and a daemon."""
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """The host of a kubelet and, when it is started, a daemon."""
     node.set_iommu(node.add("n150")[0].bdf)
-    return Host(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served.kubelet, served.start = kubelet, start
+    return served
 
 
-async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(served: Served) -> None:
     """With the kubelet's reason."""
-    kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
-    daemon = await start(runtime_dir=str(served.root))
+    served.kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
+    daemon = await served.serve()
     await until(lambda: "not welcome" in str(daemon.notes))
 
     answer = await served.ask("check")
     text = "not registered: kubelet rejected Register: not welcome"
-    assert ("FAIL", "tenstorrent.com/n150", text) in answer.complaints
+    assert ("FAIL", N150, text) in answer.complaints
 
 
-async def test_a_rejected_configuration_on_disk_fails(served: Host, start: StartDaemon) -> None:
+async def test_a_rejected_configuration_on_disk_fails(served: Served) -> None:
     """The daemon keeps the old one."""
-    daemon = await start(runtime_dir=str(served.root))
-    await until(lambda: daemon.notified("READY=1"))
+    daemon = await served.serve()
 
     def load() -> ttdp.Settings:
         raise ttdp.ConfigError("/etc/x: unit: 'boards' is not valid; must be chip or board")
@@ -227,7 +224,7 @@ def write_entry_that_cannot_be_read(host: Host) -> None:
     entry = {
         "PodUID": "u1",
         "ContainerName": "main",
-        "ResourceName": "tenstorrent.com/n150",
+        "ResourceName": N150,
         "DeviceIDs": "garbage",
         "AllocResp": base64.b64encode(answer.SerializeToString()).decode(),
     }
@@ -594,12 +591,9 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
         assert text == f"{host.cdi_file} is out of date for {stale}; is the service running?"
 
 
-async def test_cdi_without_its_directory_fails_though_the_service_runs(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_cdi_without_its_directory_fails_though_the_service_runs(served: Served) -> None:
     """Pods cannot get devices, until the directory appears."""
-    await start(runtime_dir=str(served.root), interval=0.1, device_list_strategy="cdi")
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=0.1, device_list_strategy="cdi")
     text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
     problem = ("FAIL", "CDI", text)
     assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
@@ -626,14 +620,11 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
 # -- files for others ------------------------------------------------------------------------------
 
 
-async def test_a_directory_that_cannot_be_made_fails(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_directory_that_cannot_be_made_fails(served: Served) -> None:
     """A pod that has it cannot start again, so `check` has the reason of the status."""
     served.node.set_hugepages(4)
-    daemon = await start(runtime_dir=str(served.root), interval=0.1)
-    await kubelet.registered("tenstorrent.com/n150")
-    await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 1})
+    daemon = await served.serve(N150, interval=0.1)
+    await served.kubelet.admit("pod", "main", {N150: 1})
 
     own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
     shutil.rmtree(own)
@@ -676,9 +667,8 @@ def test_the_command_for_a_directory_that_cannot_be_used(
 
 @pytest.mark.parametrize("name", ["0000:01:00.0-5ca1ab1e", "x; reboot", "x\n<3>forged"])
 async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, name: str,
-) -> None:  # fmt: skip
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     """A container that has the host's hugetlbfs can choose any name: one line, and no command."""
     served.node.set_hugepages(4)
     path = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY / name
@@ -689,8 +679,7 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(ttdp, "_remove_entry", busy)
-    daemon = await start(runtime_dir=str(served.root), interval=0.1)
-    await kubelet.registered("tenstorrent.com/n150")
+    daemon = await served.serve(N150, interval=0.1)
     await until(lambda: daemon.daemon.host.directories.resisting)
 
     complaints = (await served.ask("check")).complaints
@@ -701,28 +690,24 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
     assert ("warn", "directories", ttdp.printable(found)) in complaints
 
 
-async def test_files_are_looked_for_where_the_service_writes_them(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_files_are_looked_for_where_the_service_writes_them(served: Served) -> None:
     """A variable of its unit is not one of the command."""
     other = served.root / "other"
     other.mkdir()
-    await start(runtime_dir=str(served.root), cdi_dir=str(other))
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, cdi_dir=str(other))
 
     answer = await served.ask("check")
     assert ("ok", "CDI", f"{other / ttdp.CDI_FILE} is up to date") in answer.findings
 
 
 async def test_a_metrics_file_is_old_after_two_minutes(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon writes it every 15 s; the log has the reason if it does not."""
     monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 3600.0)  # it is written once
     file = served.root / "metrics/tt-device-plugin.prom"
     file.parent.mkdir()
-    daemon = await start(runtime_dir=str(served.root), metrics_file=str(file))
-    await kubelet.registered("tenstorrent.com/n150")
+    daemon = await served.serve(N150, metrics_file=str(file))
     await until(file.exists)
     os.utime(file, (1_000_000_000, 1_000_000_000))
 
@@ -738,7 +723,7 @@ async def test_a_metrics_file_is_old_after_two_minutes(
 
 
 async def test_files_that_cannot_be_written_fail(
-    served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the reason, at once."""
     labels = served.root / "features.d/tt-device-plugin"
@@ -747,8 +732,7 @@ async def test_files_that_cannot_be_written_fail(
         path.mkdir(parents=True)
         (path / "full").touch()
     settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
-    await start(runtime_dir=str(served.root), interval=0.1, **settings)
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=0.1, **settings)
     await until(lambda: caplog.text.count("Is a directory") == 2)
 
     problem = "is out of date and cannot be removed: Is a directory"

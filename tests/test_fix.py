@@ -19,13 +19,13 @@ import yaml
 
 import ttdp
 from tests.chips import chip, decide
-from tests.commands import Answer, Host, Terminal, view_of
+from tests.commands import Answer, Served, Terminal, view_of
 from tests.conftest import StartDaemon
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import ROOT, until
-from tests.world.simulation import STALLS, RunningDaemon
+from tests.world.simulation import STALLS
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
 N150, N300, P300 = "tenstorrent.com/n150", "tenstorrent.com/n300", "tenstorrent.com/p300"
@@ -193,21 +193,16 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
 # -- on a node -------------------------------------------------------------------------------------
 
 
-class Served(Host):
-    """A host with a daemon and a kubelet, whose operator runs `fix`."""
+class Mended(Served):
+    """A host whose operator runs `fix`."""
 
     controls: Controls  # what the operator's commands and writes reach
-    kubelet: Kubelet
-    start: StartDaemon
-    daemon: RunningDaemon
 
-    async def serve(self, *cards: str, **settings: Any) -> list[Chip]:
+    async def add(self, *cards: str, **settings: Any) -> list[Chip]:
         """Add cards, start the daemon, and return the chips."""
         for card in cards:
             self.node.add(card)
-        given = {"health": STALLS, "runtime_dir": str(self.root), **settings}
-        self.daemon = await self.start(**given)
-        await until(lambda: self.daemon.notified("READY=1"))
+        await self.serve(**{"health": STALLS, **settings})
         return self.node.chips
 
     async def admit(self, resource: str, *pods: str, number: int = 1) -> None:
@@ -226,14 +221,14 @@ class Served(Host):
         self, card: str, breaks: Callable[[Chip], object], kind: Kind, **settings: Any
     ) -> Chip:
         """Serve a card; return its first chip, with a fault that the daemon sees."""
-        chip, *_ = await self.serve(card, **settings)
+        chip, *_ = await self.add(card, **settings)
         breaks(chip)
         await self.shows(chip, kind)
         return chip
 
     async def stalled(self) -> Chip:
         """Serve a chip whose firmware stops while the pod train-0 holds it."""
-        (chip,) = await self.serve("n150")
+        (chip,) = await self.add("n150")
         await self.admit(N150, "train-0")
         chip.freeze()
         await self.shows(chip, Kind.STALLED)
@@ -258,12 +253,12 @@ class Served(Host):
 @pytest.fixture
 async def host(
     short_tmp: Path, node: SimulatedNode, ticking: None, kubelet: Kubelet, start: StartDaemon
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[Mended]:
     """With a tt-smi and a modprobe that write down their calls."""
     controls = Controls(node, short_tmp)
     controls.install("tt-smi", "modprobe")
     environ = {"RUNTIME_DIRECTORY": str(short_tmp), "TT_CONTROLS": controls.path}
-    host = Served(short_tmp, node, environ, dict(QUICK))
+    host = Mended(short_tmp, node, environ, dict(QUICK))
     host.controls, host.kubelet, host.start = controls, kubelet, start
     async with controls.serving():
         yield host
@@ -309,12 +304,12 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 
 @pytest.mark.parametrize("row", ROWS)
 async def test_each_fault_is_mended(
-    host: Served, monkeypatch: pytest.MonkeyPatch, row: str
+    host: Mended, monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
     monkeypatch.setattr(ttdp, "FIRMWARE_TIMEOUT", 0.2)
-    other, chip = await host.serve("n150", "n150")
+    other, chip = await host.add("n150", "n150")
     await host.kubelet.registered(N150)
     host.controls.finds, host.controls.reset = {SECOND}, heal
     breaks(chip)
@@ -365,7 +360,7 @@ FILES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-async def test_a_device_file_is_made_again(host: Served, what: str) -> None:
+async def test_a_device_file_is_made_again(host: Mended, what: str) -> None:
     """With sysfs's numbers, and for every user, whatever the umask is and what was there."""
     can_make_device_files(host.node)
     chip = await host.ill("n150", lambda it: FILES[what](it.device_node), Kind.DEVICE_FILE)
@@ -387,7 +382,7 @@ async def test_a_device_file_is_made_again(host: Served, what: str) -> None:
 # -- several steps, and steps without effect -------------------------------------------------------
 
 
-async def test_two_faults_are_mended_in_turn(host: Served) -> None:
+async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
     """A device file that is missing, and firmware that has stopped."""
     can_make_device_files(host.node)
     chip = await host.ill("n150", Chip.freeze, Kind.STALLED)
@@ -420,7 +415,7 @@ IN_VAIN: dict[str, tuple[Callable[[Chip], None], Kind, list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", IN_VAIN)
-async def test_a_step_without_effect_is_not_taken_again(host: Served, what: str) -> None:
+async def test_a_step_without_effect_is_not_taken_again(host: Mended, what: str) -> None:
     """It says what is left, and of what the kernel refuses its reason."""
     breaks, kind, calls, left = IN_VAIN[what]
     host.constants["FOLLOWS_WITHIN"] = 1.5
@@ -436,7 +431,7 @@ async def test_a_step_without_effect_is_not_taken_again(host: Served, what: str)
     assert (refusal in answer.out) is (kind is Kind.RESETTING)
 
 
-async def test_a_reset_that_ends_by_itself_is_waited_for(host: Served) -> None:
+async def test_a_reset_that_ends_by_itself_is_waited_for(host: Mended) -> None:
     """Then no step is needed, and no answer."""
     chip = await host.ill("p150a", Chip.reset, Kind.RESETTING)
     host.constants["RESET_TAKES"] = 60.0
@@ -449,7 +444,7 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(host: Served) -> None:
     assert host.controls.calls == [] and "healthy" in terminal.text
 
 
-async def test_an_effect_has_four_health_intervals(host: Served) -> None:
+async def test_an_effect_has_four_health_intervals(host: Mended) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE, interval=3.0)
     loop = asyncio.get_running_loop()
@@ -464,10 +459,10 @@ async def test_an_effect_has_four_health_intervals(host: Served) -> None:
 # -- nothing is done -------------------------------------------------------------------------------
 
 
-async def test_a_healthy_chip_is_left_alone(host: Served) -> None:
+async def test_a_healthy_chip_is_left_alone(host: Mended) -> None:
     """It says so, and which pod has it; addresses are accepted in any case."""
     host.node.add("n150", bdf="0000:0a:00.0")
-    await host.serve()
+    await host.add()
     await host.admit(N150, "train-0")
 
     answer = await host.ask("fix", "0000:0A:00.0")
@@ -477,9 +472,9 @@ async def test_a_healthy_chip_is_left_alone(host: Served) -> None:
     assert host.controls.calls == []
 
 
-async def test_a_chip_that_is_out_of_service_is_left_alone(host: Served) -> None:
+async def test_a_chip_that_is_out_of_service_is_left_alone(host: Mended) -> None:
     """Whatever it has, as it may be on its way back to the vendor; status 0."""
-    (chip,) = await host.serve("n150", exclude=(ADDRESS,))
+    (chip,) = await host.add("n150", exclude=(ADDRESS,))
     chip.unbind()
 
     answer = await host.fix(chip, "--yes")
@@ -496,7 +491,7 @@ async def test_a_chip_that_is_out_of_service_is_left_alone(host: Served) -> None
     ],
 )
 async def test_what_no_command_helps(
-    host: Served, breaks: Callable[[Chip], None], kind: Kind, text: str
+    host: Mended, breaks: Callable[[Chip], None], kind: Kind, text: str
 ) -> None:
     """It says what would help; status 1."""
     chip = await host.ill("p150a", breaks, kind)
@@ -510,7 +505,7 @@ async def test_what_no_command_helps(
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_without_a_daemon_it_is_one_line(host: Served) -> None:
+async def test_without_a_daemon_it_is_one_line(host: Mended) -> None:
     """The view of one look does not know a stalled heartbeat, nor the pods."""
     (chip,) = host.node.add("n150")
     chip.unbind()
@@ -519,15 +514,15 @@ async def test_without_a_daemon_it_is_one_line(host: Served) -> None:
     assert (answer.out, host.controls.calls, answer.status) == ("", [], 1)
 
 
-async def test_an_unknown_address_is_one_line(host: Served) -> None:
+async def test_an_unknown_address_is_one_line(host: Mended) -> None:
     """Status 2, as of a usage error."""
-    await host.serve("n150")
+    await host.add("n150")
     answer = await host.ask("fix", "0000:99:00.0", "--yes")
     text = "'0000:99:00.0' was not seen since boot; run: tt-device-plugin list\n"
     assert (answer.out, answer.err, answer.status) == ("", text, 2)
 
 
-async def test_an_invalid_file_does_not_keep_from_mending(host: Served) -> None:
+async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
     stalled = await host.stalled()
     file = host.configure("unit = 7")
@@ -537,7 +532,7 @@ async def test_an_invalid_file_does_not_keep_from_mending(host: Served) -> None:
 
 
 @pytest.mark.parametrize("place", ["status.sock", "sys/bus/pci/drivers/tenstorrent/bind"])
-async def test_who_may_not_is_told_to_be_root(host: Served, place: str) -> None:
+async def test_who_may_not_is_told_to_be_root(host: Mended, place: str) -> None:
     """For the daemon's view, and for a step; one line."""
     chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
     path = (host.root if place == "status.sock" else host.node.root) / place
@@ -547,7 +542,7 @@ async def test_who_may_not_is_told_to_be_root(host: Served, place: str) -> None:
     assert len(answer.err.splitlines()) == 1 and answer.status == 1
 
 
-async def test_one_at_a_time(host: Served) -> None:
+async def test_one_at_a_time(host: Mended) -> None:
     """The second is one line, which names the first."""
     stalled = await host.stalled()
     async with host.on_terminal("fix", stalled.bdf) as terminal:
@@ -561,12 +556,12 @@ async def test_one_at_a_time(host: Served) -> None:
 # -- the question ----------------------------------------------------------------------------------
 
 
-async def test_it_prints_readmes_example(host: Served) -> None:
+async def test_it_prints_readmes_example(host: Mended) -> None:
     """Fault, users, step, command, question; then what it sees, and which pods lost their chip.
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
     """
-    _, chip = await host.serve("n300", "n300")
+    _, chip = await host.add("n300", "n300")
     await host.admit(N300, "train-0", "train-1")
     chip.freeze()
     await host.shows(chip, Kind.STALLED)
@@ -589,7 +584,7 @@ NO = ["n\n", "\n", "\x04", "yesterday\n", "ja\n"]  # with the end of input
 
 
 @pytest.mark.parametrize("typed", [*YES, *NO])
-async def test_any_answer_but_yes_is_a_no(host: Served, typed: str) -> None:
+async def test_any_answer_but_yes_is_a_no(host: Mended, typed: str) -> None:
     """Then nothing is done; status 1."""
     stalled = await host.stalled()
     status, text = await host.answer(stalled, typed)
@@ -599,7 +594,7 @@ async def test_any_answer_but_yes_is_a_no(host: Served, typed: str) -> None:
     assert text.endswith("\nnothing is done\n") is (typed in NO)
 
 
-async def test_what_was_typed_before_the_question_is_no_answer(host: Served) -> None:
+async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> None:
     """Such as the rest of what was pasted."""
     stalled = await host.stalled()
     async with host.on_terminal("fix", stalled.bdf) as terminal:
@@ -618,7 +613,7 @@ async def test_what_was_typed_before_the_question_is_no_answer(host: Served) -> 
     ],
 )
 async def test_without_a_terminal_it_only_describes(
-    host: Served, breaks: Callable[[Chip], None], kind: Kind, step: str
+    host: Mended, breaks: Callable[[Chip], None], kind: Kind, step: str
 ) -> None:
     """The first step, without the command; a pipe cannot answer. Status 1."""
     chip = await host.ill("p150a", breaks, kind)
@@ -633,16 +628,16 @@ async def test_without_a_terminal_it_only_describes(
     assert (host.controls.calls, answer.status, answer.err) == ([], 1, "")
 
 
-async def go_away(host: Served, chip: Chip, other: Chip) -> None:
+async def go_away(host: Mended, chip: Chip, other: Chip) -> None:
     chip.vanish()
     chip.thaw()
 
 
-async def renumber(host: Served, chip: Chip, other: Chip) -> None:
+async def renumber(host: Mended, chip: Chip, other: Chip) -> None:
     host.node.swap_ordinals(chip.bdf, other.bdf)
 
 
-async def end_the_pod(host: Served, chip: Chip, other: Chip) -> None:
+async def end_the_pod(host: Mended, chip: Chip, other: Chip) -> None:
     host.kubelet.delete("train-0")
     await until(lambda: not host.daemon.decision.holds)
 
@@ -656,7 +651,7 @@ async def end_the_pod(host: Served, chip: Chip, other: Chip) -> None:
     ],
 )
 async def test_after_a_change_the_answer_was_for_another_step(
-    host: Served, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
+    host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
     stalled = await host.stalled()
@@ -675,7 +670,7 @@ async def test_after_a_change_the_answer_was_for_another_step(
     assert host.controls.calls == []
 
 
-async def test_the_service_ends_before_the_answer(host: Served) -> None:
+async def test_the_service_ends_before_the_answer(host: Mended) -> None:
     """Nothing is done without its view."""
     stalled = await host.stalled()
     lost = host.root / "lost"  # the name is all that a connection needs
@@ -692,9 +687,9 @@ async def test_the_service_ends_before_the_answer(host: Served) -> None:
 # -- whom it hits ----------------------------------------------------------------------------------
 
 
-async def test_a_reset_of_a_p300_hits_the_other_chip(host: Served) -> None:
+async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
     """And its pod; both pods have to be started again."""
-    chip, other = await host.serve("p300c")
+    chip, other = await host.add("p300c")
     await host.admit(P300, "train-0", "train-1")
     chip.die()
     await host.shows(chip, Kind.NO_RESPONSE)
@@ -710,19 +705,19 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: Served) -> None:
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
-async def test_the_other_chip_can_be_unknown(host: Served) -> None:
+async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
     """Two chips are known as one board by its serial number, which the firmware reports."""
     chip, _ = host.node.add("p300c", firmware=False)
-    await host.serve()
+    await host.add()
     chip.die(bus=True)
     await host.shows(chip, Kind.NO_RESPONSE)
     answer = await host.fix(chip)
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
 
-async def test_the_driver_concerns_all_chips(host: Served) -> None:
+async def test_the_driver_concerns_all_chips(host: Mended) -> None:
     """Their users are named, too."""
-    chip, other = await host.serve("n150", "n150")
+    chip, other = await host.add("n150", "n150")
     await host.admit(N150, "train-0", number=2)
     unload(chip)
     await host.shows(chip, Kind.NO_DRIVER)
@@ -735,7 +730,7 @@ async def test_the_driver_concerns_all_chips(host: Served) -> None:
 
 @pytest.mark.parametrize("on_terminal", [True, False])
 async def test_a_galaxys_chip_is_reset_only_after_an_answer(
-    host: Served, on_terminal: bool
+    host: Mended, on_terminal: bool
 ) -> None:
     """--yes does not give it; what is known of such resets is told."""
     chip = await host.ill("galaxy-wormhole", Chip.freeze, Kind.STALLED)
@@ -753,7 +748,7 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(
 # -- tt-smi ----------------------------------------------------------------------------------------
 
 
-async def test_a_missing_tt_smi(host: Served) -> None:
+async def test_a_missing_tt_smi(host: Mended) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
     stalled = await host.stalled()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
@@ -766,7 +761,7 @@ OLD = ["4.1.9", "", "unknown"]
 
 
 @pytest.mark.parametrize("version", [*OLD, "4.2", "4.10.0"])
-async def test_tt_smi_must_accept_a_device_file_as_target(host: Served, version: str) -> None:
+async def test_tt_smi_must_accept_a_device_file_as_target(host: Mended, version: str) -> None:
     """As it does since 4.2; one without a version does not."""
     stalled = await host.stalled()
     host.controls.version = version
@@ -779,7 +774,7 @@ async def test_tt_smi_must_accept_a_device_file_as_target(host: Served, version:
     assert answer.status == (version in OLD)
 
 
-async def test_the_environment_and_the_status_of_tt_smi(host: Served) -> None:
+async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
     stalled = await host.stalled()
     host.controls.status = 1
@@ -792,7 +787,7 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Served) -> None:
 
 
 @pytest.mark.parametrize("ignored", [(), (signal.SIGINT, signal.SIGTERM)])
-async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Served, ignored: tuple[int, ...]) -> None:
+async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended, ignored: tuple[int, ...]) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
     stalled = await host.stalled()
     host.controls.install("tt-smi", ignored=ignored)
@@ -823,7 +818,7 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 
 
 @pytest.mark.parametrize("how", INTERRUPTS)
-async def test_an_interrupt_at_the_question(host: Served, how: str) -> None:
+async def test_an_interrupt_at_the_question(host: Mended, how: str) -> None:
     """Nothing is done; status 130."""
     stalled = await host.stalled()
     status, _ = await host.answer(stalled, INTERRUPTS[how])
@@ -838,7 +833,7 @@ async def test_an_interrupt_at_the_question(host: Served, how: str) -> None:
     ],
 )
 async def test_an_interrupt_counts_after_a_step(
-    host: Served, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
+    host: Mended, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
 ) -> None:
     """An unbind is followed by its bind, and the terminal's Ctrl-C does not end modprobe."""
     chip = await host.ill("p150a", breaks, kind)
@@ -854,7 +849,7 @@ async def test_an_interrupt_counts_after_a_step(
     assert chip.ordinal is not None
 
 
-async def test_an_interrupt_while_it_waits(host: Served) -> None:
+async def test_an_interrupt_while_it_waits(host: Mended) -> None:
     """For the effect of a step: it says how the chip is, and ends.
 
     With --yes, the command is shown on a terminal, and nothing is asked.
@@ -876,7 +871,7 @@ async def test_an_interrupt_while_it_waits(host: Served) -> None:
 
 
 async def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
-    host: Served,
+    host: Mended,
 ) -> None:
     """node-problem-detector runs a check; its status is the condition, which taints the node.
 
@@ -892,7 +887,7 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
         answer = await host.ask(*words)
         return answer.status, answer.out[: monitor["pluginConfig"]["max_output_length"]]
 
-    (chip,) = await host.serve("n150")
+    (chip,) = await host.add("n150")
     await host.kubelet.registered(N150)
     assert (await check())[0] == 0
 

@@ -23,7 +23,7 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from tests.commands import PROGRAM, Answer, Host, forked, host_with, view_of
+from tests.commands import PROGRAM, Answer, Host, Served, forked, host_with, view_of
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
@@ -396,34 +396,30 @@ def test_one_look_cannot_say_when_a_fault_began(host: Host) -> None:
 # -- users, and the view of a running daemon -------------------------------------------------------
 
 
-class Served(Host):
-    """The host of a kubelet and a daemon, on which an operator runs commands."""
-
-    async def users(self) -> list[str]:
-        return [row["USED BY"] for row in (await self.ask("list")).table]
+async def users(host: Host) -> list[str]:
+    return [row["USED BY"] for row in (await host.ask("list")).table]
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode) -> Served:
-    return Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """The host of a kubelet and, when it is started, a daemon."""
+    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served.kubelet, served.start = kubelet, start
+    return served
 
 
 @pytest.fixture
-async def three(served: Served, kubelet: Kubelet, start: StartDaemon) -> RunningDaemon:
+async def three(served: Served) -> RunningDaemon:
     """Three cards, with which a daemon is registered."""
     for _ in range(3):
         served.node.add("n150")
-    daemon: RunningDaemon = await start(runtime_dir=str(served.root))
-    await kubelet.registered(N150)
-    return daemon
+    return await served.serve(N150)
 
 
-async def test_users_are_pods_and_the_hosts_processes(
-    served: Served, kubelet: Kubelet, three: RunningDaemon
-) -> None:
+async def test_users_are_pods_and_the_hosts_processes(served: Served, three: RunningDaemon) -> None:
     """A pod's process counts as the pod; two names and a count are shown."""
-    await kubelet.admit("team-a/train", "main", {N150: 2})
-    await kubelet.running("team-a/train", "main")
+    await served.kubelet.admit("team-a/train", "main", {N150: 2})
+    await served.kubelet.running("team-a/train", "main")
     _, second, third = served.node.chips
     start = served.node.start_process
 
@@ -442,53 +438,47 @@ async def test_users_are_pods_and_the_hosts_processes(
     assert answer.below == "3 chips, 0 unhealthy, 3 in use"
 
 
-async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(served: Served) -> None:
     """The pod resources API did not answer."""
     served.node.add("n150")
-    daemon = await start(runtime_dir=str(served.root), pod_resources_socket="/nowhere")
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
+    daemon = await served.serve(N150, pod_resources_socket="/nowhere")
+    await served.kubelet.admit("train", "main", {N150: 1})
 
-    uid = kubelet.uid("train")
+    uid = served.kubelet.uid("train")
     await until(lambda: uid in str(ttdp.users(daemon.decision)))
 
-    assert await served.users() == [uid]
+    assert await users(served) == [uid]
 
 
 async def test_a_user_stays_known_whatever_happens_to_the_kubelet(
-    served: Served, kubelet: Kubelet, three: RunningDaemon
+    served: Served, three: RunningDaemon
 ) -> None:
     """Its checkpoint is damaged, which status and `check` report; then its socket is gone."""
-    await kubelet.admit("train", "main", {N150: 1})
+    await served.kubelet.admit("train", "main", {N150: 1})
     await until(lambda: three.daemon.host.holds.names)
     problem = f"{ttdp.CHECKPOINT} cannot be read"
 
-    kubelet.corrupt("garbage")
+    served.kubelet.corrupt("garbage")
     status = f"STATUS=3 × {N150}, 3 healthy; registered with kubelet; {problem}"
     await until(lambda: three.notified(status))
 
-    assert await served.users() == ["default/train", "-", "-"]
+    assert await users(served) == ["default/train", "-", "-"]
     text = f"{problem}; the kubelet writes it again when the next pod starts"
     assert ("warn", "kubelet", text) in (await served.ask("check")).complaints
 
-    await kubelet.stop()
-    assert await served.users() == ["default/train", "-", "-"]
+    await served.kubelet.stop()
+    assert await users(served) == ["default/train", "-", "-"]
 
 
-async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(served: Served) -> None:
     """It is healthy; the pod is named in the table, below it, and in JSON."""
     served.node.add("p150a")
-    daemon = await start(runtime_dir=str(served.root))
-    await kubelet.registered(P150)
-    await kubelet.admit("train", "main", {P150: 1})
+    daemon = await served.serve(P150)
+    await served.kubelet.admit("train", "main", {P150: 1})
     await until(lambda: daemon.daemon.host.holds.names)
 
     daemon.reload(resource_naming="card")
-    await kubelet.registered(f"{P150}a")
+    await served.kubelet.registered(f"{P150}a")
 
     answer = await served.ask("list")
     (row,) = answer.table
@@ -503,18 +493,18 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
 @pytest.mark.usefixtures("three")
 async def test_unknown_users_are_a_question_mark(served: Served) -> None:
     """Without a kubelet, with processes of another PID namespace, with a driver before 2.5."""
-    assert await served.users() == ["-", "-", "-"]
-    alone = Served(served.root / "elsewhere", served.node)
-    assert await alone.users() == ["?", "?", "?"]
+    assert await users(served) == ["-", "-", "-"]
+    alone = Host(served.root / "elsewhere", served.node)
+    assert await users(alone) == ["?", "?", "?"]
 
     first, second, _ = served.node.chips
     served.node.start_process(7, "0::/user.slice\n", [str(first.device_node)], "tt-smi")
     second.set_pids([0])  # of another PID namespace
-    assert await served.users() == ["tt-smi[7]", "?", "-"]
-    assert await alone.users() == ["tt-smi[7]", "?", "?"]
+    assert await users(served) == ["tt-smi[7]", "?", "-"]
+    assert await users(alone) == ["tt-smi[7]", "?", "?"]
 
     shutil.rmtree(served.node.root / "proc/driver/tenstorrent")
-    assert await served.users() == ["?", "?", "?"]
+    assert await users(served) == ["?", "?", "?"]
 
 
 @pytest.mark.parametrize("comm", ["", None])
@@ -539,7 +529,7 @@ async def test_reads_that_are_slow_are_waited_for(
         return genuine(settings, ordinal)
 
     monkeypatch.setattr(ttdp, "processes_on", slow)
-    assert await served.users() == ["-", "-", "-"]
+    assert await users(served) == ["-", "-", "-"]
 
 
 def replace_file(chip: Card) -> None:
@@ -577,11 +567,7 @@ def without_times(text: str) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_log_status_list_check_and_metrics_agree_on_a_fault(
-    served: Served,
-    kubelet: Kubelet,
-    start: StartDaemon,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    served: Served, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """Each has the same reason with the same command, once."""
     (chip,) = served.node.add("p150a")
@@ -589,12 +575,11 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     kind, _, whose = fault.partition(" of ")
     has_event = kind in ("no_driver", "gone")  # no read shall meet these half done
     interval = 3600 if has_event else 0.1
-    daemon = await start(runtime_dir=str(served.root), interval=interval)
-    await kubelet.registered(P150)
+    daemon = await served.serve(P150, interval=interval)
     reason = form.format(bdf=chip.bdf, path=chip.device_node)
 
     breaks(chip)
-    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(P150))
     await until(lambda: f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages)
 
     answer = await served.ask("list")
@@ -631,25 +616,20 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert ('tt_pci_functions{driver="vfio-pci"} 1' in metrics) is (whose == "another")
 
 
-async def test_the_time_of_a_fault_outlasts_the_daemon(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     """The operator who comes at night asks since when, whatever was restarted meanwhile."""
     (chip,) = served.node.add("p150a")
     state = served.root / "state.json"
-    paths = {"runtime_dir": str(served.root), "state_dir": str(served.root)}
-    daemon = await start(interval=0.1, **paths)
-    await kubelet.registered(P150)
+    daemon = await served.serve(P150, interval=0.1, state_dir=str(served.root))
     chip.die()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(P150))
     await until(lambda: "no_response" in state.read_text())
     await daemon.stop()
 
     saved = json.loads(state.read_text())
     saved["chips"][chip.bdf]["since"] = LONG_AGO
     state.write_text(json.dumps(saved))
-    daemon = await start(interval=0.1, **paths)
-    await until(lambda: daemon.notified("READY=1"))
+    await served.serve(interval=0.1, state_dir=str(served.root))
 
     (row,) = (await served.ask("list", "--json")).rows
     assert row["since"] == "2017-07-14T02:40:00Z"
@@ -657,12 +637,9 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(
     assert f" (since {began}); run: " in (await served.ask("list")).below
 
 
-async def test_a_card_that_was_never_bound_is_reported_with_its_command(
-    served: Served, start: StartDaemon
-) -> None:
+async def test_a_card_that_was_never_bound_is_reported_with_its_command(served: Served) -> None:
     """By status, `list` and `check`, which warns: it is not a device of a resource."""
-    daemon = await start(runtime_dir=str(served.root))
-    await until(lambda: daemon.notified("READY=1"))
+    daemon = await served.serve()
 
     (chip,) = served.node.add("p150a")
     chip.unbind()
@@ -706,14 +683,12 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     assert (bdf(4) in found.problem) is (driver is not None)
 
 
-async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
-    served: Served, start: StartDaemon
-) -> None:
+async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(served: Served) -> None:
     """It is not a device that is waited for."""
     (strange,) = served.node.add("p150a", bdf="0000:05:00.0")
     strange.write("device", b"0xfaca\n")
 
-    daemon = await start(runtime_dir=str(served.root))
+    daemon = await served.serve()
 
     await until(lambda: daemon.notified("STATUS=0000:05:00.0 is not supported"))
     assert (await served.ask("list", "--json")).rows == []
@@ -722,7 +697,7 @@ async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
 @pytest.mark.usefixtures("three")
 async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     """Other roots or directories: one look, and a line that names the daemon's directory."""
-    other = Served(served.root / "elsewhere", served.node, served.environ)
+    other = Host(served.root / "elsewhere", served.node, served.environ)
 
     answer = await other.ask("list")
 
@@ -863,9 +838,9 @@ def test_a_service_that_says_nothing_is_a_problem(
 @pytest.mark.parametrize("variable", ["", "/run/another-service"])
 async def test_the_service_is_asked_where_it_is(served: Served, variable: str) -> None:
     """Without RUNTIME_DIRECTORY, and in the shell of another service, which has its own."""
-    plain = Served(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
+    plain = Host(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
     answer = await plain.ask("list")
-    assert (answer.err, await plain.users()) == ("", ["-", "-", "-"])
+    assert (answer.err, await users(plain)) == ("", ["-", "-", "-"])
     check = await plain.ask("check")
     assert check.findings[1] == ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}")
 
