@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
+from tests.conftest import StartDaemon
 from tests.world import simulation
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, until
+from tests.world.simulation import RunningDaemon
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -150,15 +153,21 @@ class Host:
         os.close(terminal)
         return out.decode().replace("\r\n", "\n")
 
-    @contextlib.contextmanager
-    def running(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Start the program, which has PATIENCE to end in."""
-        pipe = subprocess.PIPE
-        command = [*PROGRAM, *words, *self.flags]
-        with subprocess.Popen(
-            command, env=environment() | self.environ, stdout=pipe, stderr=pipe, text=True
-        ) as process:
-            yield process
+
+class Served(Host):
+    """A host with a kubelet and, after serve(), a daemon."""
+
+    kubelet: Kubelet
+    start: StartDaemon
+    daemon: RunningDaemon
+
+    async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
+        """Start the daemon, and wait until it is ready and has registered this resource."""
+        self.daemon = await self.start(runtime_dir=str(self.root), **settings)
+        await until(lambda: self.daemon.notified("READY=1"))
+        if resource:
+            await self.kubelet.registered(resource)
+        return self.daemon
 
 
 def forked(
@@ -195,6 +204,14 @@ def _be_the_program(
         assert hasattr(ttdp, name)
         setattr(ttdp, name, value)
     sys.exit(simulation.main(words))
+
+
+def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
+    """The view of a node without a daemon, whose faults have begun at this Unix time."""
+    states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
+    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+    found: dict[str, Any] = json.loads(json.dumps(view))
+    return found
 
 
 class Terminal:

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import pty
-import re
 import shlex
 import shutil
 import socket
@@ -20,7 +19,7 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from tests.commands import Answer, Host, host_with
+from tests.commands import Answer, Host, Served, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
@@ -30,6 +29,7 @@ from tests.world.simulation import settings_of
 from ttdp import OWN_DIRECTORY, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
+N150 = "tenstorrent.com/n150"
 NOT_RUNNING = ("FAIL", "service", "is not running; run: systemctl start tt-device-plugin")
 
 
@@ -96,96 +96,70 @@ def test_an_unknown_key_is_one_line_without_a_remedy_that_cannot_work(host: Host
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-async def test_quiet_prints_only_what_is_not_ok(
-    served: Host, kubelet: Kubelet, start: StartDaemon, quiet: bool
-) -> None:
+async def test_quiet_prints_only_what_is_not_ok(served: Served, quiet: bool) -> None:
     """Nothing if all is well; the status is the same."""
     served.plugins.chmod(0o750)
-    await start(runtime_dir=str(served.root), interval=3600)
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=3600)
     words = ["check", "--quiet"] if quiet else ["check"]
 
     answer = await served.ask(*words)
     assert (answer.out == "", answer.status) == (quiet, 0)
 
     served.node.chips[0].vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy("tenstorrent.com/n150"))
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(N150))
     answer = await served.ask(*words)
     assert ("FAIL", FIRST) in [finding[:2] for finding in answer.findings]
     assert ("ok" in {level for level, *_ in answer.findings}) is not quiet
     assert answer.status == 1
 
 
-def test_on_a_terminal_the_lines_fit_and_each_command_has_its_own(host: Host) -> None:
-    """It is not broken, and can be longer than a line."""
-    host.node.chips[0].die()
-    host.node.add("p300c")
+@pytest.mark.parametrize("width", [None, *range(40, 111)])
+def test_each_command_is_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
+) -> None:
+    """On a terminal on its own, below lines that fit; in a pipe at the end of its only line."""
+    monkeypatch.setattr(ttdp, "terminal_width", lambda: width)
+    problem = "n150: chip does not respond (registers read as ones), and this is long"
+    command = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
+    findings = [ttdp.Finding("FAIL", FIRST, problem, command), ttdp.Finding("warn", "chips", "no")]
 
-    lines = host.run_in_terminal(80, "check").splitlines()
+    ttdp.print_findings(findings, is_quiet=False)
 
-    commands = [line.strip() for line in lines if "tt-device-plugin fix" in line]
-    assert commands == [f"tt-device-plugin fix {FIRST}"]
-    others = [line for line in lines if line.strip() not in commands]
-    assert max(map(len, others)) <= 80
-    assert all(line.endswith("run:") for line in others if "run:" in line)
-
-
-def test_in_a_pipe_each_finding_is_one_line_that_ends_in_its_command(host: Host) -> None:
-    """So that `grep FAIL` gets all of it."""
-    host.node.chips[0].die()
-    host.node.add("p300c")
-
-    out = host.run("check").out
-
-    level = "(ok  |warn|FAIL)"
-    assert all(re.match(rf"{level}  \S+ +\S", line) for line in out.splitlines()), out
-    problem = r"n150: chip does not respond \(registers read as ones\)"
-    command = f"run: tt-device-plugin fix {FIRST}"
-    assert re.search(rf"^FAIL  {FIRST} +{problem}; {command}$", out, re.MULTILINE)
+    *lines, shown, last = capsys.readouterr().out.splitlines()
+    assert last == "warn  chips         no"
+    if width is None:
+        assert (lines, shown) == ([], f"FAIL  {FIRST}  {problem}; run: {command}")
+    else:
+        assert shown.strip() == command and lines[-1].endswith("run:")
+        assert max(map(len, lines)) <= width
 
 
 # -- the service -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode) -> Host:
-    """The host of a kubelet and a daemon."""
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """The host of a kubelet and, when it is started, a daemon."""
     node.set_iommu(node.add("n150")[0].bdf)
-    return Host(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served.kubelet, served.start = kubelet, start
+    return served
 
 
-async def test_with_a_running_daemon_all_is_ok(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """Status 0; the service's line is its version, and that it is registered."""
-    served.plugins.chmod(0o750)
-    await start(runtime_dir=str(served.root))
-    await kubelet.registered("tenstorrent.com/n150")
-
-    answer = await served.ask("check")
-
-    text = f"{ttdp.__version__} is running, registered with kubelet"
-    assert answer.findings[1] == ("ok", "service", text)
-    assert (answer.complaints, answer.status) == ([], 0)
-
-
-async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(served: Served) -> None:
     """With the kubelet's reason."""
-    kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
-    daemon = await start(runtime_dir=str(served.root))
+    served.kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
+    daemon = await served.serve()
     await until(lambda: "not welcome" in str(daemon.notes))
 
     answer = await served.ask("check")
     text = "not registered: kubelet rejected Register: not welcome"
-    assert ("FAIL", "tenstorrent.com/n150", text) in answer.complaints
+    assert ("FAIL", N150, text) in answer.complaints
 
 
-async def test_a_rejected_configuration_on_disk_fails(served: Host, start: StartDaemon) -> None:
+async def test_a_rejected_configuration_on_disk_fails(served: Served) -> None:
     """The daemon keeps the old one."""
-    daemon = await start(runtime_dir=str(served.root))
-    await until(lambda: daemon.notified("READY=1"))
+    daemon = await served.serve()
 
     def load() -> ttdp.Settings:
         raise ttdp.ConfigError("/etc/x: unit: 'boards' is not valid; must be chip or board")
@@ -200,57 +174,180 @@ async def test_a_rejected_configuration_on_disk_fails(served: Host, start: Start
     assert text.startswith(rejected) and text.endswith("run: systemctl reload tt-device-plugin")
 
 
-# -- driver and devices ----------------------------------------------------------------------------
+# -- what is found on a node -----------------------------------------------------------------------
 
 
-def test_a_driver_that_is_not_loaded_is_one_line(host: Host) -> None:
-    """As in status and list: modprobe, once for all cards."""
+def add(host: Host, card: str, **more: Any) -> list[Card]:
+    """Add a card behind an IOMMU, so that it needs no hugepages."""
+    added = host.node.add(card, **more)
+    for chip in added:
+        host.node.set_iommu(chip.bdf)
+    return added
+
+
+def first(host: Host) -> Card:
+    return host.node.chips[0]
+
+
+def have_only_a_strange_card(host: Host) -> None:
+    """One of a generation that is not known; whatever is bound to it."""
+    (strange,) = add(host, "p150a", bdf="0000:05:00.0")
+    strange.write("device", b"0xfaca\n")
+    strange.bind_to("vfio-pci")
+    first(host).vanish()
+
+
+def give_away(host: Host, number: int) -> None:
+    """Add cards that a virtual machine has had since boot."""
+    for _ in range(number):
+        add(host, "p150a")[0].bind_to("vfio-pci")
+
+
+def add_a_p300_and_unload(host: Host) -> None:
     add(host, "p300c")
     host.node.unload_driver()
 
-    problem = "driver not loaded, 3 Tenstorrent PCI functions; run: modprobe tenstorrent"
-    assert host.run("check").complaints == [("FAIL", "driver", problem)]
+
+def leave_a_dead_socket(host: Host) -> None:
+    (host.plugins / "kubelet.sock").unlink()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(host.plugins / "kubelet.sock"))
 
 
-def test_a_node_without_cards_is_not_a_failure(host: Host) -> None:
-    """With or without a driver: some nodes of a cluster have none."""
-    host.node.chips[0].vanish()
-    none = ("warn", "chips", "none found")
-    assert host.run("check").complaints == [none]
+def make_a_link_to_nothing(host: Host) -> None:
+    shutil.rmtree(host.plugins)
+    host.plugins.symlink_to("nothing")
 
+
+def write_entry_that_cannot_be_read(host: Host) -> None:
+    answer = pb.ContainerAllocateResponse(envs={ttdp.ADDRESSES: FIRST})
+    entry = {
+        "PodUID": "u1",
+        "ContainerName": "main",
+        "ResourceName": N150,
+        "DeviceIDs": "garbage",
+        "AllocResp": base64.b64encode(answer.SerializeToString()).decode(),
+    }
+    data = {"PodDeviceEntries": [entry], "RegisteredDevices": {}}
+    (host.plugins / ttdp.CHECKPOINT).write_text(json.dumps({"Data": data}))
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+
+def add_the_dra_driver(host: Host, registered: str = "nvidia.com-gpu-reg.sock") -> None:
+    """Add its CDI file, and that of another vendor, and a registration socket."""
+    for name in ("k8s.tenstorrent.com-tenstorrent.com_0.json", "nvidia.com-gpu.yaml"):
+        touch(host.root / "cdi" / name)
+    touch(host.root / "plugins_registry" / registered)
+    write_cdi(host, {FIRST: str(first(host).device_node)})
+
+
+def share(host: Host) -> None:
+    lines = ["[sharing]", f'lock_dir = "{host.root}/locks"']
+    host.configure(*lines, "[[sharing.resources]]", 'name = "n150"', "replicas = 2")
+
+
+CHECKPOINT = ttdp.CHECKPOINT
+DRA = "Tenstorrent's DRA driver is on this node, too"
+NO_KUBELET = "kubelet does not answer on {host.plugins}/kubelet.sock"
+VFIO = "driver vfio-pci is bound; release the card there, or add it to exclude"
+# How a line begins, and what was done to the node, or configured.
+FINDINGS: dict[str, Callable[[Host], object]] = {
+    # As in status and list: modprobe, once for all cards.
+    "FAIL driver: driver not loaded, 3 Tenstorrent PCI functions; run: modprobe tenstorrent": (
+        add_a_p300_and_unload
+    ),
+    # There is no command: a virtual machine may have it, and unbinding would block. Nothing was
+    # offered to pods that they could miss. The line names each card.
+    f"warn 0000:02:00.0: p150a: {VFIO}": lambda host: give_away(host, 1),
+    f"warn 2 chips: {VFIO}: 0000:02:00.0, 0000:03:00.0": lambda host: give_away(host, 2),
+    "warn 0000:05:00.0: not supported: ": have_only_a_strange_card,
+    # Some nodes of a cluster have no card.
+    "warn chips: none found": lambda host: first(host).vanish(),
+    # The firmware may be late, or dead.
+    f"warn {FIRST}: no firmware telemetry; ": lambda host: first(host).silence(),
+    f"warn {FIRST}: PCIe link is x4, card supports x16; reseat the card": (
+        lambda host: first(host).write("current_link_width", b"4\n")
+    ),
+    # It is mounted all the same.
+    "warn mounts: /nowhere does not exist; pods with devices cannot start": (
+        lambda host: host.configure("[[mounts]]", 'host = "/nowhere"')
+    ),
+    "warn locks: {host.root}/locks is not a directory; run: mkdir -m 755 -p {host.root}": share,
+    f"warn kubelet: {NO_KUBELET}: No such file or directory; is it running?": (
+        lambda host: (host.plugins / "kubelet.sock").unlink()
+    ),
+    f"warn kubelet: {NO_KUBELET}: Connection refused; is it running?": leave_a_dead_socket,
+    # A kubelet makes it.
+    "warn kubelet: {host.plugins} does not exist; no kubelet has run yet": (
+        lambda host: shutil.rmtree(host.plugins)
+    ),
+    # The service says the same, and ends.
+    "warn kubelet: {host.plugins} is a link to nothing; no kubelet has run yet": (
+        make_a_link_to_nothing
+    ),
+    # Any user could lock it, which keeps the daemon out.
+    "warn kubelet: every user can read {host.plugins}, and so lock it, which would keep the daemon "
+    "from starting; run: chmod 0750 {host.plugins}": lambda host: host.plugins.chmod(0o755),
+    # The chips of that pod can be given to another one.
+    f"warn kubelet: {CHECKPOINT}: the entry of pod u1, container main cannot be read: its chips "
+    "are not protected": write_entry_that_cannot_be_read,
+    f"warn allocators: {DRA} ({{host.root}}/cdi/k8s.tenstorrent.com-tenstorrent.com_0.json), ": (
+        add_the_dra_driver
+    ),
+    f"warn allocators: {DRA} ({{host.root}}/plugins_registry/tenstorrent.sock and 1 more)": (
+        lambda host: add_the_dra_driver(host, registered="tenstorrent.sock")
+    ),
+    # It is needed where its directory is.
+    "FAIL CDI: {host.cdi_file} does not exist; is the service running?": (
+        lambda host: host.cdi_file.parent.mkdir()
+    ),
+}
+
+
+def check_it(host: Host) -> list[tuple[str, str, str]]:
+    """Return what `check` complains of, with the configuration that was made, if any."""
+    file = host.root / "config.toml"
+    words = [f"--config-file={file}"] if file.exists() else []
+    return host.run("check", *words).complaints
+
+
+@pytest.mark.parametrize("line", FINDINGS)
+def test_what_is_wrong_is_one_line_with_its_remedy(host: Host, line: str) -> None:
+    """There is no other complaint about it."""
+    FINDINGS[line](host)
+
+    ((level, subject, text),) = check_it(host)
+
+    assert f"{level} {subject}: {text}".startswith(line.format(host=host))
+
+
+SOUND: list[Callable[[Host], object]] = [
+    lambda host: first(host).remove("tt_fw_bundle_ver"),  # firmware that reports fewer values
+    lambda host: first(host).remove("temp1_input"),
+    lambda host: first(host).write("current_link_speed", b"2.5 GT/s PCIe\n"),  # it drops at rest
+    lambda host: [add(host, "p300c", serial="0000046131842007") for _ in range(2)],
+    lambda host: host.configure("[sharing]", f'lock_dir = "{host.root}/locks"'),
+]
+
+
+@pytest.mark.parametrize("change", SOUND)
+def test_what_is_sound_is_no_complaint(host: Host, change: Callable[[Host], object]) -> None:
+    """Nobody is to look for what is not wrong."""
+    change(host)
+    assert check_it(host) == []
+
+
+def test_a_node_without_driver_and_cards_is_not_a_failure(host: Host) -> None:
+    """Some nodes of a cluster have none."""
+    first(host).vanish()
     host.node.unload_driver()
     text = "not loaded, and no card on the PCI bus needs it"
-    assert host.run("check").complaints == [("warn", "driver", text), none]
-
-
-def test_a_card_of_a_generation_that_is_not_known_is_a_warning(host: Host) -> None:
-    """Whatever is bound to it; there is no other complaint about it."""
-    (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
-    strange.write("device", b"0xfaca\n")
-    assert complaint(host.run("check"), "warn", strange.bdf).startswith("not supported: ")
-
-    strange.bind_to("vfio-pci")
-    host.node.chips[0].vanish()
-    assert complaint(host.run("check"), "warn", strange.bdf).startswith("not supported: ")
-
-
-def test_a_card_that_another_driver_has_since_boot_is_a_warning(host: Host) -> None:
-    """There is no command: a virtual machine may have it, and unbinding would block."""
-    (card,) = host.node.add("p150a")
-    card.bind_to("vfio-pci")
-    text = complaint(host.run("check"), "warn", card.bdf)
-    reason = "driver vfio-pci is bound; release the card there, or add it to exclude"
-    assert text == f"p150a: {reason}"
-
-
-def test_so_are_several_such_cards_in_one_line(host: Host) -> None:
-    """Nothing was offered to pods that they could miss. The line names each card."""
-    for _ in range(2):
-        (card,) = host.node.add("p150a")
-        card.bind_to("vfio-pci")
-    text = complaint(host.run("check"), "warn", "2 chips")
-    assert text.startswith("driver vfio-pci is bound")
-    assert text.endswith(": 0000:02:00.0, 0000:03:00.0")
+    complaints = host.run("check").complaints
+    assert complaints == [("warn", "driver", text), ("warn", "chips", "none found")]
 
 
 @pytest.mark.parametrize(
@@ -284,29 +381,6 @@ def test_a_device_file_that_not_every_user_can_open_is_named(host: Host) -> None
     assert "has mode 0620" in text and text.endswith("install the driver's udev rules")
 
 
-def test_missing_telemetry_is_named(host: Host) -> None:
-    """The firmware may be late, or dead; one that reports fewer values is neither."""
-    (chip,) = host.node.chips
-    for attribute in ("tt_fw_bundle_ver", "temp1_input"):
-        chip.remove(attribute)
-        assert host.run("check").complaints == []
-        chip.restore(attribute)
-
-    chip.silence()
-    assert "no firmware telemetry" in complaint(host.run("check"), "warn", FIRST)
-
-
-def test_a_narrow_link_is_named(host: Host) -> None:
-    """A speed that drops at rest is not."""
-    (chip,) = host.node.chips
-    chip.write("current_link_speed", b"2.5 GT/s PCIe\n")
-    assert host.run("check").complaints == []
-
-    chip.write("current_link_width", b"4\n")
-    text = complaint(host.run("check"), "warn", FIRST)
-    assert text.startswith("PCIe link is x4, card supports x16; reseat the card")
-
-
 # -- boards ----------------------------------------------------------------------------------------
 
 
@@ -315,14 +389,6 @@ def empty(short_tmp: Path) -> Iterator[Host]:
     """A host without cards."""
     with host_with(short_tmp) as host:
         yield host
-
-
-def add(host: Host, card: str, **more: Any) -> list[Card]:
-    """Add a card behind an IOMMU, so that it needs no hugepages."""
-    added = host.node.add(card, **more)
-    for chip in added:
-        host.node.set_iommu(chip.bdf)
-    return added
 
 
 @pytest.mark.parametrize("unit", ["chip", "board"])
@@ -347,7 +413,6 @@ def test_chips_of_boards_with_one_serial_are_a_warning_if_boards_are_devices(emp
     """As devices of their own they do not need it."""
     for _ in range(2):
         add(empty, "p300c", serial="0000046131842007")
-    assert empty.run("check").complaints == []
 
     text = complaint(empty.run("check", "--unit=board"), "warn", "4 chips")
 
@@ -364,9 +429,7 @@ def test_chips_of_boards_with_one_serial_are_a_warning_if_boards_are_devices(emp
 )
 def test_a_board_of_which_chips_are_missing_is_a_warning(empty: Host, card: str, text: str) -> None:
     """Also if chips are devices: those that are there work, and nobody misses the others."""
-    *_, last = add(empty, card, serial="0000046131842007")
-    last.vanish()
-
+    add(empty, card, serial="0000046131842007")[-1].vanish()
     assert complaint(empty.run("check"), "warn", "chips") == text
 
 
@@ -423,23 +486,6 @@ def test_hugepages_that_count_towards_memory_limits_are_mentioned(host: Host) ->
     assert ("ok", "hugepages", text) in host.run("check").findings
 
 
-def check_locks(host: Host, *entries: str) -> Answer:
-    """Check with a lock directory of this host."""
-    lines = ["[sharing]", f'lock_dir = "{host.root}/locks"', *entries]
-    return host.run("check", f"--config-file={host.configure(*lines)}")
-
-
-SHARED = ("[[sharing.resources]]", 'name = "n150"', "replicas = 2")
-
-
-def test_a_missing_lock_directory_is_named_if_a_resource_is_shared(host: Host) -> None:
-    """With the command that creates it."""
-    assert check_locks(host).complaints == []
-
-    text = complaint(check_locks(host, *SHARED), "warn", "locks")
-    assert text == f"{host.root}/locks is not a directory; run: mkdir -m 755 -p {host.root}/locks"
-
-
 @pytest.mark.parametrize("is_mounted", [True, False])
 def test_without_the_packages_tmpfs_the_command_that_mounts_it_is_shown(
     host: Host, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
@@ -462,47 +508,15 @@ def test_without_the_packages_tmpfs_the_command_that_mounts_it_is_shown(
 def test_a_lock_directory_that_is_not_roots_is_named(host: Host, owned: str) -> None:
     """Root in a container can take its /dev/shm, and remove the locks of others in it."""
     (host.root / "locks/n150").mkdir(parents=True)
-    assert check_locks(host, *SHARED).complaints == []
-
+    share(host)
     path = host.root / owned
     os.chown(path, 1234, 1234)
-    text = complaint(check_locks(host, *SHARED), "warn", "locks")
+
     problem = f"{path} belongs to user 1234, so containers may not take turns"
-    assert text == f"{problem}; run: chown root {path}"
-
-
-def test_a_mount_that_does_not_exist_is_named(host: Host) -> None:
-    """It is mounted all the same: containers cannot start."""
-    config = host.configure("[[mounts]]", 'host = "/nowhere"')
-
-    answer = host.run("check", f"--config-file={config}")
-
-    text = "/nowhere does not exist; pods with devices cannot start"
-    assert complaint(answer, "warn", "mounts") == text
+    assert check_it(host) == [("warn", "locks", f"{problem}; run: chown root {path}")]
 
 
 # -- the kubelet -----------------------------------------------------------------------------------
-
-
-def test_a_kubelet_that_does_not_run_is_named(host: Host) -> None:
-    """There is no socket, or it refuses connections."""
-    sock = host.plugins / "kubelet.sock"
-    sock.unlink()
-    problem = f"kubelet does not answer on {sock}: "
-    text = complaint(host.run("check"), "warn", "kubelet")
-    assert text == f"{problem}No such file or directory; is it running?"
-
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(sock))
-    text = complaint(host.run("check"), "warn", "kubelet")
-    assert text == f"{problem}Connection refused; is it running?"
-
-
-def test_a_directory_that_does_not_exist_is_named(host: Host) -> None:
-    """A kubelet makes it."""
-    shutil.rmtree(host.plugins)
-    text = complaint(host.run("check"), "warn", "kubelet")
-    assert text == f"{host.plugins} does not exist; no kubelet has run yet"
 
 
 @pytest.mark.parametrize("has_directory", [True, False])
@@ -524,25 +538,6 @@ def test_a_kubelet_where_all_kubelets_are_is_named_if_the_directory_is_another(
     assert ttdp.Finding("warn", "kubelet", text) in [*checks.findings()]
 
 
-def test_an_entry_of_the_checkpoint_that_cannot_be_read_is_named(host: Host) -> None:
-    """The chips of that pod can be given to another one."""
-    answer = pb.ContainerAllocateResponse(envs={ttdp.ADDRESSES: FIRST})
-    entry = {
-        "PodUID": "u1",
-        "ContainerName": "main",
-        "ResourceName": "tenstorrent.com/n150",
-        "DeviceIDs": "garbage",
-        "AllocResp": base64.b64encode(answer.SerializeToString()).decode(),
-    }
-    data = {"PodDeviceEntries": [entry], "RegisteredDevices": {}}
-    (host.plugins / ttdp.CHECKPOINT).write_text(json.dumps({"Data": data}))
-
-    text = complaint(host.run("check"), "warn", "kubelet")
-
-    unreadable = "the entry of pod u1, container main cannot be read"
-    assert text == f"{ttdp.CHECKPOINT}: {unreadable}: its chips are not protected"
-
-
 @pytest.mark.parametrize(
     ("mode", "level", "problem"),
     [
@@ -560,16 +555,6 @@ def test_a_directory_that_cannot_be_used_is_named(
 
     host.plugins.chmod(0o755)
     assert answer.complaints[0] == (level, "kubelet", f"{host.plugins}{problem}")
-
-
-def test_a_directory_that_others_can_read_is_named(host: Host) -> None:
-    """Any user could lock it, which keeps the daemon out."""
-    host.plugins.chmod(0o755)
-
-    text = complaint(host.run("check"), "warn", "kubelet")
-
-    reason = f"every user can read {host.plugins}, and so lock it"
-    assert text.startswith(reason) and text.endswith(f"; run: chmod 0750 {host.plugins}")
 
 
 # -- the CDI file ----------------------------------------------------------------------------------
@@ -606,12 +591,9 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
         assert text == f"{host.cdi_file} is out of date for {stale}; is the service running?"
 
 
-async def test_cdi_without_its_directory_fails_though_the_service_runs(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_cdi_without_its_directory_fails_though_the_service_runs(served: Served) -> None:
     """Pods cannot get devices, until the directory appears."""
-    await start(runtime_dir=str(served.root), interval=0.1, device_list_strategy="cdi")
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=0.1, device_list_strategy="cdi")
     text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
     problem = ("FAIL", "CDI", text)
     assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
@@ -623,14 +605,12 @@ async def test_cdi_without_its_directory_fails_though_the_service_runs(
 
 
 def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
-    """Garbage; a missing one, if containers depend on it or its directory exists."""
+    """Garbage; a missing one, if containers depend on it."""
     missing = f"{host.cdi_file} does not exist; is the service running?"
     answer = host.run("check", "--device-list-strategy=cdi")
     assert complaint(answer, "FAIL", "CDI") == missing
 
     host.cdi_file.parent.mkdir()
-    assert complaint(host.run("check"), "FAIL", "CDI") == missing
-
     for content in ("", "{", "[]", '{"devices": [{"name": "all"}]}', "null"):
         host.cdi_file.write_text(content)
         text = complaint(host.run("check"), "FAIL", "CDI")
@@ -640,109 +620,55 @@ def test_a_cdi_file_that_cannot_be_read_fails(host: Host) -> None:
 # -- files for others ------------------------------------------------------------------------------
 
 
-def refuse_changes(patch: pytest.MonkeyPatch, directory: Path, number: int) -> None:
-    """Have this process make no directory below this one, nor change a mode there."""
-    mkdir, fchmod = os.mkdir, os.fchmod
-
-    def refuse(path: object, dir_fd: int | None = None) -> None:
-        around = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
-        if os.path.join(around, str(path)).startswith(f"{directory}/"):
-            raise OSError(number, os.strerror(number))
-
-    def make(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        if not os.path.exists(path if dir_fd is None else f"/proc/self/fd/{dir_fd}/{path}"):
-            refuse(path, dir_fd)
-        mkdir(path, mode, dir_fd=dir_fd)
-
-    def change(descriptor: int, mode: int) -> None:
-        refuse(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fchmod(descriptor, mode)
-
-    patch.setattr("os.mkdir", make)
-    patch.setattr("os.fchmod", change)
-
-
-async def finding_about_directories(
-    served: Host, kubelet: Kubelet, start: StartDaemon, spoil: Callable[[Path], object]
-) -> str:
-    """Spoil a hugetlbfs in which a pod has its directory; return what `check` says of that."""
-    served.node.set_hugepages(4)
-    daemon = await start(runtime_dir=str(served.root), interval=0.1)
-    await kubelet.registered("tenstorrent.com/n150")
-    await kubelet.admit("pod", "main", {"tenstorrent.com/n150": 1})
-
-    spoil(served.node.root / "dev/hugepages-1G")
-    await until(lambda: daemon.daemon.host.problems)
-
-    (found,) = (each for each in (await served.ask("check")).complaints if each[0] == "FAIL")
-    assert found[1] == "directories"
-    return found[2].removeprefix("directory for containers cannot be used: ")
-
-
-async def test_a_directory_that_cannot_be_made_fails(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_directory_that_cannot_be_made_fails(served: Served) -> None:
     """A pod that has it cannot start again, so `check` has the reason of the status."""
-
-    def spoil(hugetlbfs: Path) -> None:
-        shutil.rmtree(hugetlbfs / OWN_DIRECTORY)
-        (hugetlbfs / OWN_DIRECTORY).touch()
-
-    text = await finding_about_directories(served, kubelet, start, spoil)
+    served.node.set_hugepages(4)
+    daemon = await served.serve(N150, interval=0.1)
+    await served.kubelet.admit("pod", "main", {N150: 1})
 
     own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
-    assert text == f"{own}: Not a directory"
+    shutil.rmtree(own)
+    own.touch()
+    await until(lambda: daemon.daemon.host.problems)
+
+    text = f"directory for containers cannot be used: {own}: Not a directory"
+    assert ("FAIL", "directories", text) in (await served.ask("check")).complaints
 
 
-@pytest.mark.parametrize("missing", ["tt-device-plugin", "tt-device-plugin/*"])
-async def test_of_a_read_only_hugetlbfs_the_command_is_shown(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    missing: str,
+@pytest.mark.parametrize("is_missing", [True, False])
+@pytest.mark.parametrize(
+    ("number", "is_roots", "command"),
+    [
+        (errno.EROFS, True, "mount -o remount,rw {hugetlbfs}"),
+        (errno.EACCES, False, "chown root {found}"),
+        (errno.EPERM, False, "chown root {found}"),
+        (errno.EACCES, True, "chmod u+rwx,go-w {found}"),
+        (errno.ENOTDIR, True, ""),
+    ],
+)
+def test_the_command_for_a_directory_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    number: int, is_roots: bool, command: str, is_missing: bool,
 ) -> None:  # fmt: skip
-    """Whichever directory in it is missing, it is that file system which must be writable."""
+    """Of what is missing, the one around it must be writable; or else its file system."""
+    path = tmp_path / "one/two"
+    path.parent.mkdir()
+    if not is_missing:
+        path.mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == str(tmp_path))
+    monkeypatch.setattr(ttdp, "_is_roots", lambda status: is_roots)
 
-    def spoil(hugetlbfs: Path) -> None:
-        for path in [*hugetlbfs.glob(missing)]:
-            shutil.rmtree(path)
-        monkeypatch.setattr("os.path.ismount", lambda path: path == str(hugetlbfs))
-        refuse_changes(monkeypatch, hugetlbfs, errno.EROFS)
+    reason = ttdp.directory_problem(OSError(number, os.strerror(number), str(path)))
 
-    text = await finding_about_directories(served, kubelet, start, spoil)
-
-    hugetlbfs = served.node.root / "dev/hugepages-1G"
-    assert text.startswith(f"{hugetlbfs}/tt-device-plugin: Read-only file system")
-    assert text.endswith(f"; run: mount -o remount,rw {hugetlbfs}")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
-@pytest.mark.parametrize("whose", ["tt-device-plugin", "."])
-async def test_of_another_users_hugetlbfs_the_command_is_shown(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    whose: str,
-) -> None:  # fmt: skip
-    """The service is root without the capability to write there."""
-
-    def spoil(hugetlbfs: Path) -> None:
-        os.chown(hugetlbfs / whose, 1000, 1000)
-        (of_pod,) = (hugetlbfs / OWN_DIRECTORY).iterdir()
-        of_pod.rmdir()
-        if whose == ".":
-            of_pod.parent.rmdir()
-            refuse_changes(monkeypatch, hugetlbfs, errno.EACCES)
-
-    text = await finding_about_directories(served, kubelet, start, spoil)
-
-    hugetlbfs = served.node.root / "dev/hugepages-1G"
-    reason = "Permission denied" if whose == "." else "another user's directory"
-    command = f"chown root {hugetlbfs if whose == '.' else hugetlbfs / OWN_DIRECTORY}"
-    assert text == f"{hugetlbfs / OWN_DIRECTORY}: {reason}; run: {command}"
+    found = path.parent if is_missing else path
+    assert reason.command == command.format(hugetlbfs=tmp_path, found=found)
+    assert reason.problem.endswith(f": {path}: {os.strerror(number)}")
 
 
 @pytest.mark.parametrize("name", ["0000:01:00.0-5ca1ab1e", "x; reboot", "x\n<3>forged"])
 async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, name: str,
-) -> None:  # fmt: skip
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     """A container that has the host's hugetlbfs can choose any name: one line, and no command."""
     served.node.set_hugepages(4)
     path = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY / name
@@ -753,8 +679,7 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(ttdp, "_remove_entry", busy)
-    daemon = await start(runtime_dir=str(served.root), interval=0.1)
-    await kubelet.registered("tenstorrent.com/n150")
+    daemon = await served.serve(N150, interval=0.1)
     await until(lambda: daemon.daemon.host.directories.resisting)
 
     complaints = (await served.ask("check")).complaints
@@ -765,28 +690,24 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
     assert ("warn", "directories", ttdp.printable(found)) in complaints
 
 
-async def test_files_are_looked_for_where_the_service_writes_them(
-    served: Host, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_files_are_looked_for_where_the_service_writes_them(served: Served) -> None:
     """A variable of its unit is not one of the command."""
     other = served.root / "other"
     other.mkdir()
-    await start(runtime_dir=str(served.root), cdi_dir=str(other))
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, cdi_dir=str(other))
 
     answer = await served.ask("check")
     assert ("ok", "CDI", f"{other / ttdp.CDI_FILE} is up to date") in answer.findings
 
 
 async def test_a_metrics_file_is_old_after_two_minutes(
-    served: Host, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon writes it every 15 s; the log has the reason if it does not."""
     monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 3600.0)  # it is written once
     file = served.root / "metrics/tt-device-plugin.prom"
     file.parent.mkdir()
-    daemon = await start(runtime_dir=str(served.root), metrics_file=str(file))
-    await kubelet.registered("tenstorrent.com/n150")
+    daemon = await served.serve(N150, metrics_file=str(file))
     await until(file.exists)
     os.utime(file, (1_000_000_000, 1_000_000_000))
 
@@ -802,7 +723,7 @@ async def test_a_metrics_file_is_old_after_two_minutes(
 
 
 async def test_files_that_cannot_be_written_fail(
-    served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the reason, at once."""
     labels = served.root / "features.d/tt-device-plugin"
@@ -811,63 +732,10 @@ async def test_files_that_cannot_be_written_fail(
         path.mkdir(parents=True)
         (path / "full").touch()
     settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
-    await start(runtime_dir=str(served.root), interval=0.1, **settings)
-    await kubelet.registered("tenstorrent.com/n150")
+    await served.serve(N150, interval=0.1, **settings)
     await until(lambda: caplog.text.count("Is a directory") == 2)
 
     problem = "is out of date and cannot be removed: Is a directory"
     complaints = (await served.ask("check")).complaints
     for path in (labels, metrics):
         assert ("FAIL", "files", f"{path} {problem}") in complaints
-
-
-async def test_a_metrics_file_that_does_not_exist_as_it_cannot_be_written_fails(
-    served: Host, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """As on a file system that is full."""
-    file = served.root / "metrics/tt-device-plugin.prom"
-    file.parent.mkdir()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("ttdp.OutputFile._replace", full)
-
-    await start(runtime_dir=str(served.root), interval=0.1, metrics_file=str(file))
-    await kubelet.registered("tenstorrent.com/n150")
-    text = f"{file} cannot be written: No space left on device"
-    await until(lambda: text in caplog.text)
-    assert ("FAIL", "files", text) in (await served.ask("check")).complaints
-
-
-# -- other allocators ------------------------------------------------------------------------------
-
-
-def test_another_allocator_of_these_cards_is_named(host: Host) -> None:
-    """Tenstorrent's DRA driver, by its registration socket or its CDI files; others are fine."""
-    registry = host.root / "plugins_registry"
-    for other in (registry / "nvidia.com-gpu-reg.sock", host.root / "cdi/nvidia.com-gpu.yaml"):
-        other.parent.mkdir()
-        other.touch()
-    nodes = {FIRST: str(host.node.chips[0].device_node)}
-    write_cdi(host, nodes)
-    assert host.run("check").complaints == []
-
-    described = host.root / "cdi/k8s.tenstorrent.com-tenstorrent.com_0.json"
-    described.touch()
-    text = complaint(host.run("check"), "warn", "allocators")
-    assert text.startswith(f"Tenstorrent's DRA driver is on this node, too ({described}), ")
-
-    socket_ = registry / "tenstorrent.com-reg.sock"
-    socket_.touch()
-    text = complaint(host.run("check"), "warn", "allocators")
-    assert text.startswith(f"Tenstorrent's DRA driver is on this node, too ({socket_} and 1 more)")
-
-
-def test_a_directory_that_is_a_link_to_nothing_is_named_so(host: Host) -> None:
-    """The service says the same, and ends."""
-    shutil.rmtree(host.plugins)
-    host.plugins.symlink_to("nothing")
-    text = complaint(host.run("check"), "warn", "kubelet")
-    assert text == f"{host.plugins} is a link to nothing; no kubelet has run yet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from tests.commands import PROGRAM, Answer, Host, forked, host_with
+from tests.commands import PROGRAM, Answer, Host, Served, forked, host_with, view_of
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
+from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
 from tests.world.simulation import RunningDaemon, kernel_errors, settings_of
-from ttdp import ChipState, Kind
+from ttdp import Kind
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
@@ -75,23 +77,19 @@ def test_a_chip_is_a_row_between_versions_and_totals(mixed: Host) -> None:
     assert (answer.status, answer.err) == (0, NOT_RUNNING)
 
 
-@pytest.mark.parametrize("columns", [0, 80, 110])
-def test_no_line_is_wider_than_the_terminal(host: Host, columns: int) -> None:
+@pytest.mark.parametrize("columns", [0, 80, 200])
+def test_no_line_is_wider_than_the_terminal_or_than_110_columns(host: Host, columns: int) -> None:
     """Reasons are below the table, wrapped; a serial console has 0 columns."""
-    host.node.add("galaxy-wormhole")
-    host.node.add("p300c", bdf="0001:05:00.0")
-    for dead in host.node.chips[-2:]:
-        dead.die()
+    (chip,) = host.node.add("n150")
+    chip.die()
     for pid in range(10_001, 10_004):
-        device = str(host.node.chips[-1].device_node)
-        host.node.start_process(pid, "0::/user.slice\n", [device], "x" * 15)
+        host.node.start_process(pid, "0::/user.slice\n", [str(chip.device_node)], "x" * 15)
 
     out = host.run_in_terminal(columns, "list")
 
-    assert max(map(len, out.splitlines())) <= (columns or ttdp.WIDTH)
-    users = r"x{15}\[10001\],(…| x+.*…| x{15}\[10002\] \+1)"
-    assert re.search(rf"0001:06:00.0 .* NO_RESPONSE +{users}\n", out)
-    assert out.rstrip().endswith("34 chips, 2 unhealthy, 1 in use")
+    assert 60 < max(map(len, out.splitlines())) <= min(columns or ttdp.WIDTH, ttdp.WIDTH)
+    assert re.search(r"0000:01:00.0 .* NO_RESPONSE +x{15}\[10001\],(…| x)", out)
+    assert out.rstrip().endswith("1 chip, 1 unhealthy, 1 in use")
 
 
 UNBOUND = {"driver": None, "ordinal": None, "path": ""}
@@ -102,14 +100,6 @@ FUNCTIONS: dict[str, dict[str, Any]] = {  # with a reason each
     "without a device file": {"file_fault": "/dev/tenstorrent/0 is not a character device"},
 }
 LONG_AGO = 1.5e9  # Unix time
-
-
-def shown(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
-    """The view of a node without a daemon, whose faults have begun at this Unix time."""
-    states = {address: ChipState(chip, since=since) for address, chip in decision.chips.items()}
-    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
-    found: dict[str, Any] = json.loads(json.dumps(view))
-    return found
 
 
 def views() -> Iterator[dict[str, Any]]:
@@ -130,7 +120,7 @@ def views() -> Iterator[dict[str, Any]]:
         chips.append(chip(0x203, "p300c", serial="T", ordinal=92))
 
         decision = decide(chips, settings, holds, driver=driver, unsupported=("0000:99:00.0",))
-        yield shown(decision, since)
+        yield view_of(decision, since)
 
 
 @pytest.mark.parametrize("view", [*views()])
@@ -174,17 +164,6 @@ def test_columns_that_do_not_fit_are_named(view: dict[str, Any]) -> None:
         assert (note in re.sub(r"\n +", " ", "\n".join(lines))) is bool(omitted)
 
 
-def test_equal_reasons_are_one_line(host: Host) -> None:
-    """A driver that is not loaded concerns each chip; another reason has its own line."""
-    for _ in range(3):
-        host.node.add("n150")
-    host.node.unload_driver()
-
-    assert host.run("list").below == (
-        "3 chips: driver is not loaded; run: modprobe tenstorrent\n3 chips, 3 unhealthy, 0 in use"
-    )
-
-
 @pytest.mark.parametrize(
     ("now", "time_of_fault"),
     [("2026-11-25 23:59", "17:38"), ("2026-11-26 00:00", "2026-11-25 17:38")],
@@ -195,7 +174,7 @@ def test_a_reason_has_the_time_at_which_the_fault_began(
     """Local time, with the date from the second day on; before the command, which comes last."""
     began, moment = map(unix_time, ("2026-11-25 17:38", now))
     monkeypatch.setattr("ttdp.time.time", lambda: moment)
-    view = shown(decide([chip(1, fault=Kind.STALLED)]), began)
+    view = view_of(decide([chip(1, fault=Kind.STALLED)]), began)
 
     lines = [*ttdp.list_lines(view, None)]
 
@@ -210,7 +189,7 @@ def unix_time(local: str) -> float:
 def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
     """They are one line."""
     chips = [chip(1, fault=Kind.HOT), chip(2, fault=Kind.HOT)]
-    view = shown(decide(chips))
+    view = view_of(decide(chips))
     view["faults"][bdf(1)]["since"] = LONG_AGO
     view["faults"][bdf(2)]["since"] = time.time()
 
@@ -220,17 +199,16 @@ def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
     assert f"2 chips: it is ill (since {began})" in lines
 
 
-def test_the_id_of_a_board_has_a_column(mixed: Host) -> None:
+def test_the_id_of_a_board_has_a_column() -> None:
     """A chip whose board's serial is unknown waits for it."""
-    mixed.node.add("p300c", bdf="0000:91:00.0", firmware=False)
+    chips = [chip(1, "p300c", serial="S"), chip(2, "p300c", serial="S"), chip(3), chip(4, "p300c")]
+    view = view_of(decide(chips, ttdp.Settings(unit="board")))
 
-    answer = mixed.run("list", "--unit=board")
+    answer = Answer(0, "\n".join(ttdp.list_lines(view, None)), "")
 
-    serial = "0000046131842007"
-    assert [row["ID"] for row in answer.table][1:5] == [serial, serial, "0000:81:00.0", "-"]
+    assert [row["ID"] for row in answer.table] == ["S", "S", bdf(3), "-"]
     assert answer.table[1]["RESOURCE"] == "p300-board"
-    reason = "not advertised: waiting for the board's serial number"
-    assert f"0000:91:00.0: {reason}" in answer.below
+    assert f"{bdf(4)}: not advertised: waiting for the board's serial number" in answer.below
 
 
 def test_names_that_others_choose_are_escaped(host: Host) -> None:
@@ -309,29 +287,22 @@ def test_list_works_with_an_invalid_configuration(mixed: Host) -> None:
     assert answer.err.startswith(f"{config}: unknown key 'units'; did you mean unit?\n")
 
 
-def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(host: Host) -> None:
-    """Programs do not see it: it is not a chip that they could use."""
-    strange, _ = host.node.add("p150a", bdf="0000:05:00.0") + host.node.add("n150")
-    strange.write("device", b"0xfaca\n")
-    strange.bind_to("vfio-pci")
-
-    answer = host.run("list")
-
-    assert [row["ADDRESS"] for row in answer.table] == ["0000:01:00.0"]
-    assert answer.below.startswith("0000:05:00.0: not supported: ")
-    assert [row["bdf"] for row in host.run("list", "--json").rows] == ["0000:01:00.0"]
-
-
-def test_a_node_with_only_such_a_card_is_not_one_without_a_card(host: Host) -> None:
-    """The line about it is all that there is to show."""
+@pytest.mark.parametrize("others", [["n150"], []])
+def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
+    host: Host, others: list[str]
+) -> None:
+    """Programs do not see it: it is not a chip that they could use. It can be all that there is."""
     (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
     strange.write("device", b"0xfaca\n")
+    strange.bind_to("vfio-pci")
+    chips = [chip.bdf for card in others for chip in host.node.add(card)]
 
     answer = host.run("list")
 
-    (line,) = answer.out.splitlines()
-    assert line.startswith("0000:05:00.0: not supported: ")
-    assert host.run("list", "--json").rows == []
+    lines = answer.out.splitlines()
+    assert lines[3 if chips else 0].startswith("0000:05:00.0: not supported: ")
+    assert len(lines) == (5 if chips else 1)  # versions, titles, chip, this and the total
+    assert [row["bdf"] for row in host.run("list", "--json").rows] == chips
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -356,29 +327,21 @@ def test_json_has_these_keys_and_values(mixed: Host) -> None:
 # -- faults ----------------------------------------------------------------------------------------
 
 
-def test_one_look_takes_the_time_to_see_that_a_read_is_blocked(host: Host) -> None:
-    """A word in the row, and the reason and remedy below the table; status 0."""
-    chip, _ = host.node.add("n150") + host.node.add("n150")
-    chip.block()
-
-    answer = host.run_as_process("list")
-
-    assert [row["HEALTH"] for row in answer.table] == ["BLOCKED", "healthy"]
-    reason = "telemetry read timed out (the driver may be waiting for a reset)"
-    command = f"tt-device-plugin fix {chip.bdf}"
-    assert answer.below.startswith(f"{chip.bdf}: {reason}; run: {command}\n")
-    assert answer.below.endswith("\n2 chips, 1 unhealthy, 0 in use") and answer.status == 0
-
-
-def test_one_look_sees_that_all_reads_are_blocked(host: Host) -> None:
-    """Each has its time, and they begin one after the other."""
+def test_one_look_takes_the_time_to_see_that_reads_are_blocked(host: Host) -> None:
+    """Each has its time, and they begin one after the other; status 0."""
     for _ in range(6):
-        (chip,) = host.node.add("n150")
-        chip.block()
+        host.node.add("n150")
+    for blocked in host.node.chips[1:]:
+        blocked.block()
 
     answer = host.run_as_process("list")
 
-    assert [row["HEALTH"] for row in answer.table] == ["BLOCKED"] * 6
+    assert [row["HEALTH"] for row in answer.table] == ["healthy"] + ["BLOCKED"] * 5
+    reason = "telemetry read timed out (the driver may be waiting for a reset)"
+    for blocked in host.node.chips[1:]:
+        command = f"tt-device-plugin fix {blocked.bdf}"
+        assert f"{blocked.bdf}: {reason}; run: {command}\n" in answer.below
+    assert answer.status == 0
 
 
 async def test_one_look_takes_no_longer_than_the_reads(
@@ -433,34 +396,30 @@ def test_one_look_cannot_say_when_a_fault_began(host: Host) -> None:
 # -- users, and the view of a running daemon -------------------------------------------------------
 
 
-class Served(Host):
-    """The host of a kubelet and a daemon, on which an operator runs commands."""
-
-    async def users(self) -> list[str]:
-        return [row["USED BY"] for row in (await self.ask("list")).table]
+async def users(host: Host) -> list[str]:
+    return [row["USED BY"] for row in (await host.ask("list")).table]
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode) -> Served:
-    return Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """The host of a kubelet and, when it is started, a daemon."""
+    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served.kubelet, served.start = kubelet, start
+    return served
 
 
 @pytest.fixture
-async def three(served: Served, kubelet: Kubelet, start: StartDaemon) -> RunningDaemon:
+async def three(served: Served) -> RunningDaemon:
     """Three cards, with which a daemon is registered."""
     for _ in range(3):
         served.node.add("n150")
-    daemon: RunningDaemon = await start(runtime_dir=str(served.root))
-    await kubelet.registered(N150)
-    return daemon
+    return await served.serve(N150)
 
 
-async def test_users_are_pods_and_the_hosts_processes(
-    served: Served, kubelet: Kubelet, three: RunningDaemon
-) -> None:
+async def test_users_are_pods_and_the_hosts_processes(served: Served, three: RunningDaemon) -> None:
     """A pod's process counts as the pod; two names and a count are shown."""
-    await kubelet.admit("team-a/train", "main", {N150: 2})
-    await kubelet.running("team-a/train", "main")
+    await served.kubelet.admit("team-a/train", "main", {N150: 2})
+    await served.kubelet.running("team-a/train", "main")
     _, second, third = served.node.chips
     start = served.node.start_process
 
@@ -479,63 +438,47 @@ async def test_users_are_pods_and_the_hosts_processes(
     assert answer.below == "3 chips, 0 unhealthy, 3 in use"
 
 
-async def test_a_name_stays_known_while_the_kubelet_is_away(
-    served: Served, kubelet: Kubelet, three: RunningDaemon
-) -> None:
-    """Also when its socket is gone."""
-    await kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.host.holds.names)
-
-    await kubelet.stop()
-
-    assert await served.users() == ["default/train", "-", "-"]
-
-
-async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(served: Served) -> None:
     """The pod resources API did not answer."""
     served.node.add("n150")
-    daemon = await start(runtime_dir=str(served.root), pod_resources_socket="/nowhere")
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
+    daemon = await served.serve(N150, pod_resources_socket="/nowhere")
+    await served.kubelet.admit("train", "main", {N150: 1})
 
-    uid = kubelet.uid("train")
+    uid = served.kubelet.uid("train")
     await until(lambda: uid in str(ttdp.users(daemon.decision)))
 
-    assert await served.users() == [uid]
+    assert await users(served) == [uid]
 
 
-async def test_a_damaged_checkpoint_hides_no_user(
-    served: Served, kubelet: Kubelet, three: RunningDaemon
+async def test_a_user_stays_known_whatever_happens_to_the_kubelet(
+    served: Served, three: RunningDaemon
 ) -> None:
-    """Status and `check` report it; the pod stays in `list`."""
-    await kubelet.admit("train", "main", {N150: 1})
+    """Its checkpoint is damaged, which status and `check` report; then its socket is gone."""
+    await served.kubelet.admit("train", "main", {N150: 1})
     await until(lambda: three.daemon.host.holds.names)
     problem = f"{ttdp.CHECKPOINT} cannot be read"
 
-    kubelet.corrupt("garbage")
+    served.kubelet.corrupt("garbage")
     status = f"STATUS=3 × {N150}, 3 healthy; registered with kubelet; {problem}"
     await until(lambda: three.notified(status))
 
-    assert await served.users() == ["default/train", "-", "-"]
-    check = await served.ask("check")
+    assert await users(served) == ["default/train", "-", "-"]
     text = f"{problem}; the kubelet writes it again when the next pod starts"
-    assert ("warn", "kubelet", text) in check.complaints
+    assert ("warn", "kubelet", text) in (await served.ask("check")).complaints
+
+    await served.kubelet.stop()
+    assert await users(served) == ["default/train", "-", "-"]
 
 
-async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(served: Served) -> None:
     """It is healthy; the pod is named in the table, below it, and in JSON."""
     served.node.add("p150a")
-    daemon = await start(runtime_dir=str(served.root))
-    await kubelet.registered(P150)
-    await kubelet.admit("train", "main", {P150: 1})
+    daemon = await served.serve(P150)
+    await served.kubelet.admit("train", "main", {P150: 1})
     await until(lambda: daemon.daemon.host.holds.names)
 
     daemon.reload(resource_naming="card")
-    await kubelet.registered(f"{P150}a")
+    await served.kubelet.registered(f"{P150}a")
 
     answer = await served.ask("list")
     (row,) = answer.table
@@ -550,18 +493,18 @@ async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(
 @pytest.mark.usefixtures("three")
 async def test_unknown_users_are_a_question_mark(served: Served) -> None:
     """Without a kubelet, with processes of another PID namespace, with a driver before 2.5."""
-    assert await served.users() == ["-", "-", "-"]
-    alone = Served(served.root / "elsewhere", served.node)
-    assert await alone.users() == ["?", "?", "?"]
+    assert await users(served) == ["-", "-", "-"]
+    alone = Host(served.root / "elsewhere", served.node)
+    assert await users(alone) == ["?", "?", "?"]
 
     first, second, _ = served.node.chips
     served.node.start_process(7, "0::/user.slice\n", [str(first.device_node)], "tt-smi")
     second.set_pids([0])  # of another PID namespace
-    assert await served.users() == ["tt-smi[7]", "?", "-"]
-    assert await alone.users() == ["tt-smi[7]", "?", "?"]
+    assert await users(served) == ["tt-smi[7]", "?", "-"]
+    assert await users(alone) == ["tt-smi[7]", "?", "?"]
 
     shutil.rmtree(served.node.root / "proc/driver/tenstorrent")
-    assert await served.users() == ["?", "?", "?"]
+    assert await users(served) == ["?", "?", "?"]
 
 
 @pytest.mark.parametrize("comm", ["", None])
@@ -586,63 +529,57 @@ async def test_reads_that_are_slow_are_waited_for(
         return genuine(settings, ordinal)
 
     monkeypatch.setattr(ttdp, "processes_on", slow)
-    assert await served.users() == ["-", "-", "-"]
+    assert await users(served) == ["-", "-", "-"]
+
+
+def replace_file(chip: Card) -> None:
+    chip.device_node.unlink()
+    chip.device_node.touch()
 
 
 FIX = "; run: tt-device-plugin fix {bdf}"
-REASONS = {
-    "trip": "thermal trip (1 since power-on; healthy again after 300 s without another one); "
-    "check the cooling",
-    "unbind": f"driver is not bound{FIX}",
-    "unload": "driver is not loaded; run: modprobe tenstorrent",
-    "keep": "driver vfio-pci is bound; release the card there, or add it to exclude",
-    "vanish": f"PCI device is gone{FIX}",
-    "die": f"chip does not respond (registers read as ones){FIX}",
-    "reset": f"resetting (no telemetry){FIX}",
-    "replace": f"device file is invalid: {{path}} is not a character device{FIX}",
+UNBOUND_REASON = f"driver is not bound{FIX}"
+FAULTS: dict[str, tuple[Callable[[Card], object], str]] = {
+    "tripped": (
+        Card.trip,
+        "thermal trip (1 since power-on; healthy again after 300 s without another one); "
+        "check the cooling",
+    ),
+    "no_driver": (Card.unbind, UNBOUND_REASON),
+    "no_driver of all": (
+        lambda chip: chip.node.unload_driver(),
+        "driver is not loaded; run: modprobe tenstorrent",
+    ),
+    "no_driver of another": (
+        lambda chip: chip.bind_to("vfio-pci"),
+        "driver vfio-pci is bound; release the card there, or add it to exclude",
+    ),
+    "gone": (Card.vanish, f"PCI device is gone{FIX}"),
+    "no_response": (Card.die, f"chip does not respond (registers read as ones){FIX}"),
+    "resetting": (Card.reset, f"resetting (no telemetry){FIX}"),
+    "node": (replace_file, f"device file is invalid: {{path}} is not a character device{FIX}"),
 }
-KINDS = {
-    "trip": "tripped",
-    "unbind": "no_driver",
-    "unload": "no_driver",
-    "keep": "no_driver",
-    "vanish": "gone",
-    "die": "no_response",
-    "reset": "resetting",
-    "replace": "node",
-}
-HAVE_EVENTS = ("unbind", "unload", "keep", "vanish")  # no read shall meet these half done
 
 
 def without_times(text: str) -> str:
     return re.sub(r" \(since [0-9: -]+\)", "", text)
 
 
-@pytest.mark.parametrize("fault", REASONS)
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_log_status_list_check_and_metrics_agree_on_a_fault(
-    served: Served,
-    kubelet: Kubelet,
-    start: StartDaemon,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    served: Served, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """Each has the same reason with the same command, once."""
     (chip,) = served.node.add("p150a")
-    interval = 3600 if fault in HAVE_EVENTS else 0.1
-    daemon = await start(runtime_dir=str(served.root), interval=interval)
-    await kubelet.registered(P150)
-    reason = REASONS[fault].format(bdf=chip.bdf, path=chip.device_node)
+    breaks, form = FAULTS[fault]
+    kind, _, whose = fault.partition(" of ")
+    has_event = kind in ("no_driver", "gone")  # no read shall meet these half done
+    interval = 3600 if has_event else 0.1
+    daemon = await served.serve(P150, interval=interval)
+    reason = form.format(bdf=chip.bdf, path=chip.device_node)
 
-    if fault == "replace":
-        chip.device_node.unlink()
-        chip.device_node.touch()
-    elif fault == "unload":
-        served.node.unload_driver()
-    elif fault == "keep":
-        chip.bind_to("vfio-pci")
-    else:
-        getattr(chip, fault)()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    breaks(chip)
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(P150))
     await until(lambda: f"{chip.bdf} (p150a): unhealthy: {reason}" in caplog.messages)
 
     answer = await served.ask("list")
@@ -652,17 +589,17 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
 
     status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
     finding = ("FAIL", chip.bdf, f"p150a: {reason}")
-    if fault == "unload":
+    if whose == "all":
         text = "driver not loaded, 1 Tenstorrent PCI function; run: modprobe tenstorrent"
         status = f"{text}; {status}"
         finding = ("FAIL", "driver", text)
     assert daemon.notified(f"STATUS={status}")
 
     assert (row["healthy"], row["reason"]) == (False, reason)
-    has_file = fault in ("trip", "die", "reset")
+    has_file = kind in ("tripped", "no_response", "resetting")
     assert row["path"] == (str(chip.device_node) if has_file else None)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["since"])
-    assert [each["HEALTH"] for each in answer.table] == [KINDS[fault].upper()]
+    assert [each["HEALTH"] for each in answer.table] == [kind.upper()]
     assert without_times(answer.below).startswith(f"{chip.bdf}: {reason}\n")
 
     assert check.findings[1][:2] == ("ok", "service")
@@ -671,31 +608,28 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     command = reason.rpartition("run: ")[2]
     assert sum(command in text for *_, text in check.findings) == 1, "one cause is one line"
 
-    assert f'tt_device_fault{{device="{chip.bdf}",kind="{KINDS[fault]}"}} 1' in metrics
-    assert ("tt_driver_info" in metrics) is (fault != "unload")
-    assert ('tt_pci_functions{driver=""} 1' in metrics) is (fault in ("unbind", "unload"))
-    assert ('tt_pci_functions{driver="vfio-pci"} 1' in metrics) is (fault == "keep")
+    assert f'tt_device_fault{{device="{chip.bdf}",kind="{kind}"}} 1' in metrics
+    assert ("tt_driver_info" in metrics) is (whose != "all")
+    assert ('tt_pci_functions{driver=""} 1' in metrics) is (
+        fault in ("no_driver", "no_driver of all")
+    )
+    assert ('tt_pci_functions{driver="vfio-pci"} 1' in metrics) is (whose == "another")
 
 
-async def test_the_time_of_a_fault_outlasts_the_daemon(
-    served: Served, kubelet: Kubelet, start: StartDaemon
-) -> None:
+async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     """The operator who comes at night asks since when, whatever was restarted meanwhile."""
     (chip,) = served.node.add("p150a")
     state = served.root / "state.json"
-    paths = {"runtime_dir": str(served.root), "state_dir": str(served.root)}
-    daemon = await start(interval=0.1, **paths)
-    await kubelet.registered(P150)
+    daemon = await served.serve(P150, interval=0.1, state_dir=str(served.root))
     chip.die()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(P150))
+    await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(P150))
     await until(lambda: "no_response" in state.read_text())
     await daemon.stop()
 
     saved = json.loads(state.read_text())
     saved["chips"][chip.bdf]["since"] = LONG_AGO
     state.write_text(json.dumps(saved))
-    daemon = await start(interval=0.1, **paths)
-    await until(lambda: daemon.notified("READY=1"))
+    await served.serve(interval=0.1, state_dir=str(served.root))
 
     (row,) = (await served.ask("list", "--json")).rows
     assert row["since"] == "2017-07-14T02:40:00Z"
@@ -703,17 +637,14 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(
     assert f" (since {began}); run: " in (await served.ask("list")).below
 
 
-async def test_a_card_that_was_never_bound_is_reported_with_its_command(
-    served: Served, start: StartDaemon
-) -> None:
+async def test_a_card_that_was_never_bound_is_reported_with_its_command(served: Served) -> None:
     """By status, `list` and `check`, which warns: it is not a device of a resource."""
-    daemon = await start(runtime_dir=str(served.root))
-    await until(lambda: daemon.notified("READY=1"))
+    daemon = await served.serve()
 
     (chip,) = served.node.add("p150a")
     chip.unbind()
 
-    reason = REASONS["unbind"].format(bdf=chip.bdf)
+    reason = UNBOUND_REASON.format(bdf=chip.bdf)
     status = f"1 Tenstorrent PCI function without a driver; {chip.bdf}: {reason}"
     await until(lambda: daemon.notified(f"STATUS={status}"))
     answer = await served.ask("list")
@@ -752,14 +683,12 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     assert (bdf(4) in found.problem) is (driver is not None)
 
 
-async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
-    served: Served, start: StartDaemon
-) -> None:
+async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(served: Served) -> None:
     """It is not a device that is waited for."""
     (strange,) = served.node.add("p150a", bdf="0000:05:00.0")
     strange.write("device", b"0xfaca\n")
 
-    daemon = await start(runtime_dir=str(served.root))
+    daemon = await served.serve()
 
     await until(lambda: daemon.notified("STATUS=0000:05:00.0 is not supported"))
     assert (await served.ask("list", "--json")).rows == []
@@ -768,7 +697,7 @@ async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(
 @pytest.mark.usefixtures("three")
 async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
     """Other roots or directories: one look, and a line that names the daemon's directory."""
-    other = Served(served.root / "elsewhere", served.node, served.environ)
+    other = Host(served.root / "elsewhere", served.node, served.environ)
 
     answer = await other.ask("list")
 
@@ -805,12 +734,7 @@ async def test_a_daemon_of_another_version_is_not_asked(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its view can lack what this command shows: an upgrade did not restart the service."""
-    genuine = ttdp.view_of_node
-
-    def of_former_version(*given: Any, **named: Any) -> Any:
-        return {"version": "0.1.9"} if genuine(*given, **named) else None
-
-    monkeypatch.setattr("ttdp.view_of_node", of_former_version)
+    monkeypatch.setattr("ttdp.view_of_node", lambda *_, **__: {"version": "0.1.9"})
     problem = f"is still version 0.1.9, not {ttdp.__version__}"
     command = "run: systemctl restart tt-device-plugin"
 
@@ -824,8 +748,8 @@ async def test_a_daemon_of_another_version_is_not_asked(
 
 
 @contextlib.contextmanager
-def answering(path: Path, answer: bytes, *, without_end: bool = False) -> Iterator[None]:
-    """Something else listens on the service's socket, and answers each connection with this."""
+def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
+    """Something else listens on the service's socket, and answers each connection with these."""
 
     def serve() -> None:
         while True:
@@ -834,8 +758,7 @@ def answering(path: Path, answer: bytes, *, without_end: bool = False) -> Iterat
             except OSError:
                 return
             with connection, contextlib.suppress(OSError):
-                connection.sendall(answer)
-                while without_end:
+                for answer in answers:
                     connection.sendall(answer)
 
     with socket.socket(socket.AF_UNIX) as listening:
@@ -849,31 +772,42 @@ def answering(path: Path, answer: bytes, *, without_end: bool = False) -> Iterat
 
 
 ROOTS = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-STRANGE_ANSWERS = {
-    "empty": b"",
-    "no JSON": b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    "no text": b"\xff\xfe",
-    "an array": b"[]",
-    "null": b"null",
-    "an object": b"{}",
-    "nested deeply": b"[" * 1_000_000,
-    "a version that is none": b'{"version": ["\\u001b[2J"]}',
-    "only a version": json.dumps({"version": ttdp.__version__}).encode(),
-    "without chips": json.dumps(
-        {"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}
-    ).encode(),
+STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
+    "empty": [],
+    "no JSON": [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+    "no text": [b"\xff\xfe"],
+    "an array": [b"[]"],
+    "null": [b"null"],
+    "an object": [b"{}"],
+    "nested deeply": [b"[" * 1_000_000],
+    "a version that is none": [b'{"version": ["\\u001b[2J"]}'],
+    "only a version": [json.dumps({"version": ttdp.__version__}).encode()],
+    "without chips": [
+        json.dumps({"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}).encode()
+    ],
+    "without an end": itertools.repeat(b"[" * (1 << 20)),  # no more of it is kept than of a view
 }
 
 
 @pytest.mark.parametrize("answer", STRANGE_ANSWERS)
-def test_whatever_else_answers_on_the_services_socket_is_one_line(mixed: Host, answer: str) -> None:
+def test_whatever_else_answers_on_the_services_socket_is_a_problem(
+    short_tmp: Path, answer: str
+) -> None:
+    """It can have any form."""
+    path = short_tmp / "status.sock"
+    with answering(path, STRANGE_ANSWERS[answer]):
+        found = ttdp.ask(str(path))
+    text = f"does not answer on {path}: not a view of this program"
+    assert found == ttdp.ServiceProblem("FAIL", text)
+
+
+def test_a_problem_with_the_service_is_one_line(mixed: Host) -> None:
     """Then the node itself is looked at."""
     path = mixed.root / "status.sock"
     problem = f"does not answer on {path}: not a view of this program"
 
-    with answering(path, STRANGE_ANSWERS[answer]):
-        found = mixed.run("list")
-        check = mixed.run("check")
+    with answering(path, [b"[]"]):
+        found, check = mixed.run("list"), mixed.run("check")
 
     assert found.err == f"the service {problem}, {ONE_LOOK}\n"
     assert (len(found.table), found.status) == (4, 0)
@@ -882,58 +816,41 @@ def test_whatever_else_answers_on_the_services_socket_is_one_line(mixed: Host, a
 
 def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
     """Else no daemon would be asked."""
-    assert shown(decide([])).keys() == ttdp.VIEW_KEYS
+    assert view_of(decide([])).keys() == ttdp.VIEW_KEYS
 
 
-def test_an_answer_without_an_end_is_one_line(mixed: Host) -> None:
-    """No more of it is kept than a view can have."""
-    path = mixed.root / "status.sock"
-
-    with answering(path, b"[" * (1 << 20), without_end=True):
-        found = ttdp.ask(str(path))
-
-    assert isinstance(found, ttdp.ServiceProblem)
-    assert found.text == f"does not answer on {path}: not a view of this program"
-
-
-def test_a_service_that_says_nothing_is_one_line(
-    mixed: Host, monkeypatch: pytest.MonkeyPatch
+def test_a_service_that_says_nothing_is_a_problem(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon itself would end the connection sooner."""
     monkeypatch.setattr("ttdp.VIEW_TIMEOUT", 0.1)
-    path = mixed.root / "status.sock"
+    path = short_tmp / "status.sock"
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
         found = ttdp.ask(str(path))
 
-    assert isinstance(found, ttdp.ServiceProblem)
-    assert found.text == f"does not answer on {path}: timed out"
+    assert found == ttdp.ServiceProblem("FAIL", f"does not answer on {path}: timed out")
 
 
 @pytest.mark.usefixtures("three")
 @pytest.mark.parametrize("variable", ["", "/run/another-service"])
 async def test_the_service_is_asked_where_it_is(served: Served, variable: str) -> None:
     """Without RUNTIME_DIRECTORY, and in the shell of another service, which has its own."""
-    plain = Served(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
+    plain = Host(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
     answer = await plain.ask("list")
-    assert (answer.err, await plain.users()) == ("", ["-", "-", "-"])
+    assert (answer.err, await users(plain)) == ("", ["-", "-", "-"])
     check = await plain.ask("check")
     assert check.findings[1] == ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}")
 
 
-def test_more_processes_than_a_page_holds_are_all_read(host: Host) -> None:
-    """700 of a local user do not push the last one's PID out, nor cut it."""
+@pytest.mark.parametrize(("number", "listed"), [(700, 700), (100_000, 1000)])
+def test_of_many_users_of_a_chip_a_thousand_are_listed(
+    host: Host, number: int, listed: int
+) -> None:
+    """Any process can open a device file without limit; 700 PIDs are more than a page of sysfs."""
     (chip,) = host.node.add("n150")
-    chip.set_pids(range(1_000_000, 1_000_700))
+    chip.set_pids(range(1_000_000, 1_000_000 + number))
     (row,) = host.run("list", "--json").rows
-    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_000_700)]
-
-
-def test_of_a_million_users_of_a_chip_a_thousand_are_listed(host: Host) -> None:
-    """Any process can open a device file without limit; the daemon has one."""
-    (chip,) = host.node.add("n150")
-    chip.set_pids(range(1_000_000, 1_100_000))
-    (row,) = host.run("list", "--json").rows
-    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_001_000)]
+    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_000_000 + listed)]
