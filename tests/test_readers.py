@@ -104,7 +104,7 @@ async def chips() -> AsyncIterator[Chips]:
 async def test_chips_that_answer_are_read_in_turn_on_one_thread_that_ends(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chip of which a read is under way is not read after it: its heartbeat would have stalled."""
+    """A chip that is submitted during its read is not read after it: it would seem to stall."""
     started = []
     genuine = threading.Thread.start
 
