@@ -164,53 +164,46 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
     by_name = SharedResource("n150", 2, "half", (BDFS[2], "0"))
     halves = [f"{BDFS[n]}::{replica}" for n in (0, 2) for replica in (0, 1)]
     thirds = [f"{BDFS[1]}::{replica}" for replica in range(3)]
-
-    assert ids(FOUR, shared(by_name)) == {"n150": [BDFS[1], BDFS[3]], "half": halves}
-
-    found = ids(FOUR, shared(by_name, SharedResource("n150", 3, "third", 1)))
-    assert found == {"n150": [BDFS[3]], "half": halves, "third": thirds}
+    chips = [*FOUR, chip(9, "n300")]  # of another name, which the entries do not share
+    left = {"n300": [bdf(9)], "half": halves}
+    assert ids(chips, shared(by_name)) == left | {"n150": [BDFS[1], BDFS[3]]}
+    found = ids(chips, shared(by_name, SharedResource("n150", 3, "third", 1)))
+    assert found == left | {"n150": [BDFS[3]], "third": thirds}
 
     for devices in ((PAIR,), (bdf(2),)):
         board = shared(SharedResource("p300-board", 2, "half", devices), unit="board")
         assert ids([p300(1), p300(2)], board) == {"half": [f"{PAIR}::0", f"{PAIR}::1"]}
 
 
-def test_an_entry_shares_devices_of_its_own_name_only() -> None:
-    """Others stay as they are."""
-    n300 = chip(9, "n300")
-    assert ids([FOUR[0], n300], HALF) == {
-        "half": [f"{BDFS[0]}::0", f"{BDFS[0]}::1"], "n300": [n300.bdf]
-    }  # fmt: skip
+STALLED = [chip(bus, ordinal=bus - 1, fault=Kind.STALLED) for bus in (1, 2, 3, 4)]
 
 
-def test_the_summary_counts_devices_and_has_the_first_reason() -> None:
-    """Replicas are not counted; an ellipsis stands for further reasons."""
-    stalled = [chip(bus, ordinal=bus - 1, fault=Kind.STALLED) for bus in (1, 2, 3, 4)]
-    for chips, settings, text in (
+@pytest.mark.parametrize(
+    ("chips", "settings", "text"),
+    [
         (FOUR, None, "4 × tenstorrent.com/n150, 4 healthy"),
         (
-            [*FOUR[:3], stalled[3]],
+            [*FOUR[:3], STALLED[3]],
             None,
             f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {ill(4)})",
         ),
-        (stalled[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ill(1)}, …)"),
+        (STALLED[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ill(1)}, …)"),
         (FOUR[:1], TWICE, "1 × tenstorrent.com/n150, 2 replicas each, 1 healthy"),
-    ):
-        (found,) = listed(chips, settings).values()
-        assert ttdp.summary(found) == text
-    held = [hold("n150-old", BDFS[0], buses=[1])]
+    ],
+)
+def test_the_summary_counts_devices_and_has_the_first_reason(
+    chips: list[Chip], settings: Settings | None, text: str
+) -> None:
+    """Replicas are not counted; an ellipsis stands for further reasons."""
+    (found,) = listed(chips, settings).values()
+    assert ttdp.summary(found) == text
 
-    assert ttdp.summary(listed(FOUR[:1], None, held)["n150-old"]).endswith("n150-old, 1 healthy")
 
-
-def test_a_replica_that_is_withheld_makes_its_device_withheld() -> None:
-    """A pod has the chip under another name: status and view agree with the list."""
+def test_a_device_of_which_a_pod_has_the_chip_is_withheld_with_all_its_replicas() -> None:
+    """The pod has it under another name: status and view agree with the list."""
     decision = decide(FOUR[:1], TWICE, [hold("n150", BDFS[0], buses=[1])])
     (resource,) = decision.resources.values()
-    unhealthy = [name for name, each in resource.devices.items() if each.reason]
-
-    assert unhealthy == [f"{BDFS[0]}::0", f"{BDFS[0]}::1"]
-    assert "0 healthy" in ttdp.summary(resource)
+    assert ttdp.summary(resource).startswith("1 × tenstorrent.com/n150, 2 replicas each, 0 healthy")
     assert decision.devices[BDFS[0]][1].holder == "default/train"
 
 
