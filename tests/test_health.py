@@ -549,8 +549,7 @@ def test_another_card_in_the_slot_begins_anew(
     followed = Followed(temperature_limit=80, heartbeat_misses=1)
     followed.read(identity=Identity(serial="A" * 16), heartbeat=7, trips=1)
     followed.read(identity=Identity(serial="A" * 16), heartbeat=8, trips=2, temperature=90.0)
-    assert followed.kind is Kind.HOT
-    assert followed.since(100) == 100
+    assert (followed.kind, followed.since(100)) == (Kind.HOT, 100)
     if is_seen_to_vanish:
         followed.vanish()
         followed.come_back()
