@@ -238,7 +238,7 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     config.write_text(valid)
     await reload(service)
 
-    assert "rejected" not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
+    assert rejected not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
 
     await service.stop()
     (line,) = [line for line in service.said if str(config) in line]
