@@ -2273,14 +2273,19 @@ POSSIBLE_ID = re.compile(
 )
 
 
+@lru_cache(maxsize=1 << 16)  # each checkpoint has all IDs, in another order: thousands of replicas
+def is_possible_id(device_id: str) -> bool:
+    return POSSIBLE_ID.fullmatch(device_id) is not None
+
+
 def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
     """Return IDs that no configuration gives, by resource: another plugin's, unless a hold's."""
     found = {}
     for resource, ids in registered.items():
         if isinstance(ids, list):
-            strange = [each for each in ids if not POSSIBLE_ID.fullmatch(str(each))]
+            strange = [each for each in map(str, ids) if not is_possible_id(each)]
             if strange:
-                found[resource] = frozenset(map(str, strange))
+                found[resource] = frozenset(strange)
     return found
 
 
@@ -2538,8 +2543,7 @@ class HoldBook:
         for entry in checkpoint.unreadable:
             if entry not in self.unreadable:
                 log.warning("%s: cannot read the entry of %s", self._path, entry)
-        if checkpoint.registered != self._checkpoint.registered:
-            self._strange = strange_ids(checkpoint.registered)
+        self._strange = strange_ids(checkpoint.registered)
         self.problem, self.unreadable = None, checkpoint.unreadable
         self.has_read = True
         self._checkpoint = checkpoint
@@ -2549,9 +2553,7 @@ class HoldBook:
         if self.problem is None:
             log.warning("%s %s (%s); its last content stays in use", self._path, what, why)
         self.problem = f"{CHECKPOINT} {what}"
-        # The present registrations are not known, so no other plugin is named.
-        self._checkpoint = self._checkpoint._replace(registered={})
-        self._strange = {}
+        self._strange = {}  # the present registrations are not known
 
     def _take_entries(self, now: float) -> None:
         """Bring the states in line with the checkpoint."""
@@ -2704,8 +2706,7 @@ class HoldBook:
         """
         running = []
         for hold in holds:
-            shares = hold.shares_device(call.resource, call.ids)
-            if shares or call.chips.isdisjoint(hold.chips):
+            if call.chips.isdisjoint(hold.chips) or hold.shares_device(call.resource, call.ids):
                 continue
             if self.runs(self._states[hold.key]):
                 running.append(hold)
@@ -2957,10 +2958,11 @@ class Directories:
 
         Runtimes resolve the paths of an answer each time that they create a container.
         """
-        roots = [f"{mount.host}/{OWN_DIRECTORY}" for mount in hugetlbfs_mounts(self._settings)]
         for path in hold.directories:
-            if dirname(path) in roots and not _is_directory(path, 0o777):
-                _make_hugepage_directory(path)
+            if not _is_directory(path, 0o777):
+                own = [f"{each.host}/{OWN_DIRECTORY}" for each in hugetlbfs_mounts(self._settings)]
+                if dirname(path) in own:
+                    _make_hugepage_directory(path)
 
         if hold.locks:
             self._lock_paths.add(hold.locks)
@@ -3363,12 +3365,14 @@ def _ids_by_rank(
     """
     retained = {each for each, device in resource.devices.items() if device.is_reserved}
     last_choices = retained.union(occupied)
+    special = required | last_choices
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
         left = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(left)
-        left.sort(key=lambda each: (each not in required, each in last_choices))
+        if not special.isdisjoint(left):
+            left.sort(key=lambda each: (each not in required, each in last_choices))
 
         for repeats, device_id in enumerate(left[:size]):
             is_optional = device_id not in required
@@ -5864,7 +5868,7 @@ class MetricsServer:
 #     at a poll         the same, and missing heartbeats are counted ([health] interval)
 #     in a round        everything that sends no event: pods' cgroups, files for others, names of
 #                       pods; at each poll, and at least every ROUND seconds
-#     while a pod       pods' cgroups, every START_CHECK_INTERVAL seconds
+#     while a pod       pods' cgroups, every START_INTERVAL seconds
 #     waits or starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
@@ -6215,8 +6219,9 @@ class Daemon:
         has_same_devices = former is not None and _has_same_devices(decision, former)
         if is_round or not has_same_devices:
             self._write_files(decision)
+            self._put_directories_right(decision)
         if is_round or decision is not former or self._must_tidy:
-            self._keep_directories(decision, now)
+            self._remove_directories(decision, now)
         if is_round or host.must_save or not has_same_devices:
             host.save_state()
         self.sessions.update(
@@ -6232,8 +6237,8 @@ class Daemon:
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
-    def _keep_directories(self, decision: Decision, now: float) -> None:
-        """Have the directories that holds name there, and no others."""
+    def _put_directories_right(self, decision: Decision) -> None:
+        """Have the directories there that holds name; Allocate makes those of new ones."""
         host = self.host
         problem = None
         for hold in decision.holds:
@@ -6243,6 +6248,9 @@ class Daemon:
                 problem = problem or directory_problem(error)
         host.note_problem("directories", problem)
 
+    def _remove_directories(self, decision: Decision, now: float) -> None:
+        """Remove those that no hold names."""
+        host = self.host
         # Pods of a former daemon can have left theirs.
         for resource in decision.resources.values():
             if locks := lock_path(resource, resource.devices, host.settings):
