@@ -127,9 +127,11 @@ class Host(Container):
 
     def have_cards(self) -> None:
         """The package is installed, and the daemon has found the cards."""
-        if not self._node:
+        is_new = not self._node
+        if is_new:
             self.plug()
-        if self.path(CONFIG).read_text() != CONFIGURATION:
+        # A daemon that has started without this node has not read its boot ID.
+        if is_new or self.path(CONFIG).read_text() != CONFIGURATION:
             self.write(CONFIG, CONFIGURATION)
             self.systemctl("restart", UNIT)
 
