@@ -23,7 +23,7 @@ from tests.e2e.node import OPENABLE
 from tests.e2e.umd import DRIVER
 from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import until
-from tests.world.simulation import RunningDaemon, settings_of
+from tests.world.simulation import STALLS, RunningDaemon, settings_of
 
 VERSIONS = ("4.2.0", "6.8.0")  # the first that accepts a device file as target, and one of today
 
@@ -106,7 +106,8 @@ def machine(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Machine]
 @pytest.fixture
 async def stalled(machine: Machine) -> AsyncIterator[Machine]:
     """A daemon sees that its firmware has stopped."""
-    settings = settings_of(machine.node, machine.plugins, runtime_dir=str(machine.root))
+    more = {"runtime_dir": str(machine.root), "health": STALLS}
+    settings = settings_of(machine.node, machine.plugins, **more)
     async with RunningDaemon(machine.node, settings) as daemon:
         await until(lambda: daemon.notified("READY=1"))
         machine.ill.freeze()
