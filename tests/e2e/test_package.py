@@ -348,7 +348,7 @@ def test_an_invalid_configuration(host: Host, told: Told) -> None:
     assert line in refused(host, "--reinstall", host.packages.current)
     host.write(CONFIG, CONFIGURATION)
     since = time.monotonic()
-    host("dpkg", "--configure", "--all")  # as apt has said; this starts the service, too
+    host("dpkg", "--configure", "-a")  # as apt has said; this starts the service, too
     host.event(since, "registered", resource=RESOURCE)
     told(f"journal, systemctl status and apt: {line!r}")
 
