@@ -7435,10 +7435,11 @@ class Mender:
         finally:
             loop.remove_reader(0)
 
-        answer = b""
-        with suppress(OSError):
+        try:
             answer = os.read(0, 4096)
-        if not answer and not os.isatty(0):  # closed: SIGHUP is on its way
+        except OSError:  # the terminal is being closed
+            raise asyncio.CancelledError from None
+        if not answer and not os.isatty(0):  # it has been closed: SIGHUP is on its way
             raise asyncio.CancelledError
         if not answer.endswith(b"\n"):
             print_lines([""])
