@@ -2092,6 +2092,7 @@ ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a c
 ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
 WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
 CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
+UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
 MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
 
 Label = Callable[["Hold"], str]  # returns the name of its pod
@@ -2585,7 +2586,8 @@ class HoldBook:
         """Note the progress of pods and starts, and drop the states that no longer matter."""
         for state in self._states.values():
             pod = state.hold.pod
-            state.cgroup_seen |= self._cgroups.exists(pod)
+            if not state.cgroup_seen:
+                state.cgroup_seen = self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
             # A static pod comes back under its UID, and would seem to have run on.
@@ -2627,13 +2629,24 @@ class HoldBook:
             state.start = Start.OVER
 
     def add(self, hold: Hold, now: float) -> None:
-        """Add an answer that is given now."""
+        """Add an answer that is given now.
+
+        Kubelets write a checkpoint after each answer, so only a tool that asks for the same IDs
+        again and again has many that none names. The oldest of these are dropped.
+        """
+        same = []
+        for key, state in self._states.items():
+            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            if is_same and not state.hold.pod and state.start is Start.NONE:
+                same.append(key)
+        for key in same[: 1 - UNNAMED_MAX]:
+            del self._states[key]
         self._states[hold.key] = HoldState(hold, answered_at=now)
 
     def is_current(self, state: HoldState, now: float) -> bool:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
-            return self._cgroups.exists(state.hold.pod) or not state.cgroup_seen
+            return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
         return self.runs(state)
 
     def current(self, now: float) -> tuple[Hold, ...]:

@@ -1129,3 +1129,12 @@ def test_a_container_that_ends_hides_no_other_ones_process(tmp_path: Path) -> No
         assert tree.seen() is True
         (path / "tasks").unlink()
     assert tree.seen() is False
+
+
+def test_answers_that_no_checkpoint_names_do_not_pile_up(world: BookWorld) -> None:
+    """A tool can ask for the same IDs again and again; the newest answers count."""
+    answers = [ttdp.Hold(N150, frozenset({A}), name=f"{number}") for number in range(10)]
+    for each in answers:
+        world.book.add(each, world.now)
+
+    assert list(world.book.current(world.now)) == answers[-4:]
