@@ -2076,9 +2076,9 @@ def _without_effect(
 #                                           kubelet has lost its checkpoint
 #
 # An answer need not be in the checkpoint: kubelets write late, and their writings overtake each
-# other.
-# A checkpoint that has disappeared or cannot be parsed is as if it had not changed. The current
-# holds have these consequences, in this order below:
+# other. A checkpoint that has disappeared or cannot be parsed is as if it had not changed.
+#
+# The current holds have these consequences, in this order below:
 #
 #     runs          which pods use their chips: others' containers do not start on these
 #     starts        whose start a PreStartContainer call may be, and when it is allowed
@@ -3376,8 +3376,8 @@ def _ids_by_rank(
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
-    retained = {each for each, device in resource.devices.items() if device.is_reserved}
-    last_choices = retained.union(occupied)
+    reserved = {each for each, device in resource.devices.items() if device.is_reserved}
+    last_choices = reserved.union(occupied)
     special = required | last_choices
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
@@ -6264,6 +6264,7 @@ class Daemon:
     def _remove_directories(self, decision: Decision, now: float) -> None:
         """Remove those that no hold names."""
         host = self.host
+
         # Pods of a former daemon can have left theirs.
         for resource in decision.resources.values():
             if locks := lock_path(resource, resource.devices, host.settings):

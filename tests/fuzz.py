@@ -115,7 +115,7 @@ class World:
             self.chips_of[pod, event.fields["container"]] = chips
         elif event.kind == "started":
             # Static pods are admitted at once, before any plugin can have registered, rejected
-            # ones again. A pod that neither the kubelet nor a process shows has no evidence.
+            # ones again. A pod that neither the kubelet nor a process shows has no hold.
             pods = [each for each in self.kubelet.pods if each.wanted]
             is_plain = all((each.over or each.has_processes) and not each.static for each in pods)
             self.is_fair = is_plain and all(map(is_well, self.chips))

@@ -16,8 +16,9 @@ from tests.chips import bdf, chip, decide, hold
 from tests.commands import Host, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
-from tests.world.node import SimulatedNode
+from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import outlets, until
+from tests.world.simulation import RunningDaemon
 from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
 
 P300, N150 = "tenstorrent.com/p300", "tenstorrent.com/n150"
@@ -305,6 +306,17 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
 
 
+async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, chip: Chip) -> None:
+    """Let a pod have the first chip, and exclude that."""
+    await kubelet.registered(N150)
+    await kubelet.admit("train", "main", {N150: 1})
+    await kubelet.running("train", "main")
+    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+
+    daemon.reload(exclude=(chip.bdf,))
+    await until(lambda: daemon.notes.count("READY=1") == 2)
+
+
 async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_had_the_chip(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,12 +325,7 @@ async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_h
         monkeypatch.setattr(ttdp, name, 3600)
     (chip,) = node.add("n150")
     daemon = await start(interval=3600)
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
-    await kubelet.running("train", "main")
-    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
-    daemon.reload(exclude=(chip.bdf,))
-    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await exclude_in_use(daemon, kubelet, chip)
     assert kubelet.healthy(N150) == {chip.bdf}
 
     kubelet.delete("train")
@@ -336,12 +343,7 @@ async def test_a_pod_gets_another_chip_when_the_excluded_one_has_just_become_fre
         monkeypatch.setattr(ttdp, name, 3600)
     first, second = node.add("n150") + node.add("n150")
     daemon = await start(interval=3600)
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
-    await kubelet.running("train", "main")
-    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
-    daemon.reload(exclude=(first.bdf,))
-    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await exclude_in_use(daemon, kubelet, first)
 
     kubelet.delete("train")
     await kubelet.admit("next", "main", {N150: 1})

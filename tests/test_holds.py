@@ -180,11 +180,7 @@ def test_a_hold_that_was_written_late_is_one_hold(world: BookWorld) -> None:
 
 def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: BookWorld) -> None:
     """An older writing lands last; a sandbox that was there before is not taken for a start."""
-    written(world)
-    world.make_cgroup(FIRST, "pause")
-    world.now += 60
-    world.look()
-    world.write()
+    forgotten_with_a_sandbox(world)
     world.look()
     world.now += ttdp.MISSING_FOR / 2
     world.look()

@@ -23,6 +23,7 @@ from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import ROOT
+from tests.world.simulation import RunningDaemon
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
@@ -162,15 +163,23 @@ async def test_a_pod_with_a_chip_of_another_domain_is_not_known(
     assert "squat.ai" in (ROOT / "packaging/deb/coming-from.md").read_text()
 
 
-async def test_another_plugin_does_not_know_which_chips_are_in_use(
+async def with_a_pod_of_ours(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """So the way back begins with a drained node, too: here two pods get one chip."""
+) -> RunningDaemon:
+    """Return the daemon of a node with two cards, of which a pod has one."""
     for _ in range(2):
         node.add("n300")
     daemon = await start(interval=0.1)
     await kubelet.registered(N300)
     await runs(kubelet, "ours", N300)
+    return daemon
+
+
+async def test_another_plugin_does_not_know_which_chips_are_in_use(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+) -> None:
+    """So the way back begins with a drained node, too: here two pods get one chip."""
+    daemon = await with_a_pod_of_ours(node, kubelet, start)
     await daemon.stop()
 
     async with running(octopus("n300"), kubelet, node):
@@ -186,11 +195,7 @@ async def test_after_the_way_back_the_other_plugin_has_all_devices(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
     """On a drained node nothing of ours is left with the kubelet."""
-    for _ in range(2):
-        node.add("n300")
-    daemon = await start(interval=0.1)
-    await kubelet.registered(N300)
-    await runs(kubelet, "ours", N300)
+    daemon = await with_a_pod_of_ours(node, kubelet, start)
     kubelet.end("ours")
     await daemon.stop()
 

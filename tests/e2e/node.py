@@ -345,7 +345,7 @@ class Node:
         wait_until(lambda: not self.machine.pod_processes(), "all pods to end", 30)
         self._going = []
         self.kubelet.assigned("")  # it forgets pods that have ended when it is asked for them
-        # No test has to wait for the end of their evidence.
+        # No test has to wait for the end of their holds.
         (self.kubelet.device_plugin_dir / CHECKPOINT).unlink(missing_ok=True)
         shutil.rmtree(self.machine.path(STATE_DIRECTORY), ignore_errors=True)
 
