@@ -169,7 +169,7 @@ async def with_a_pod_of_ours(
     """Return the daemon of a node with two cards, of which a pod has one."""
     for _ in range(2):
         node.add("n300")
-    daemon = await start(interval=0.1)
+    daemon: RunningDaemon = await start(interval=0.1)
     await kubelet.registered(N300)
     await runs(kubelet, "ours", N300)
     return daemon
