@@ -6613,8 +6613,12 @@ def print_lines(lines: Iterable[str]) -> bool:
         sys.stdout.flush()
     except OSError as error:
         log.error("cannot write to stdout: %s", error.strerror)
-        # Else Python tries again at its end, and reports that as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Else Python tries again at its end, and exits with another status.
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return False
     return True
 
