@@ -1889,6 +1889,11 @@ class Resource:
         return found
 
     @cached_property
+    def problems(self) -> list[str]:
+        """Return why devices are unhealthy, each with its ID."""
+        return [f"{each.id}: {each.reason}" for each in self.unique_devices if each.reason]
+
+    @cached_property
     def device_list(self) -> DeviceList:
         """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
@@ -2274,20 +2279,18 @@ POSSIBLE_ID = re.compile(
 )
 
 
-@lru_cache(maxsize=1 << 16)  # each checkpoint has all IDs, in another order: thousands of replicas
-def is_possible_id(device_id: str) -> bool:
-    return POSSIBLE_ID.fullmatch(device_id) is not None
-
-
 def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
     """Return IDs that no configuration gives, by resource: another plugin's, unless a hold's."""
     found = {}
     for resource, ids in registered.items():
-        if isinstance(ids, list):
-            strange = [each for each in map(str, ids) if not is_possible_id(each)]
-            if strange:
-                found[resource] = frozenset(strange)
+        if isinstance(ids, list) and (strange := _impossible(frozenset(map(str, ids)))):
+            found[resource] = strange
     return found
+
+
+@lru_cache(maxsize=32)  # each checkpoint has the same thousands of replicas, in another order
+def _impossible(ids: DeviceIds) -> DeviceIds:
+    return frozenset(each for each in ids if not POSSIBLE_ID.fullmatch(each))
 
 
 # -- pods' cgroups ---------------------------------------------------------------------------------
@@ -2499,6 +2502,7 @@ class HoldBook:
         self._domain = ""  # for which the checkpoint was read
         self._cgroups = Cgroups(settings.sysfs_root)
         self._is_stale = True  # an observation has failed
+        self._has_new_entries = False  # of a checkpoint that was read
         self._checkpoint = Checkpoint()
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
         # In the order in which they were answered or found.
@@ -2509,14 +2513,14 @@ class HoldBook:
 
         Raises OSError; the next call does it all then.
         """
-        self._is_stale |= look
-        self._is_stale |= self._read_checkpoint(domain)
+        self._has_new_entries |= self._read_checkpoint(domain)
+        self._is_stale |= look or self._has_new_entries
         if self._is_stale:
             self._cgroups.refresh()
-            if self.has_read:
+            if self._has_new_entries:
                 self._take_entries(now)
             self._follow(now)
-            self._is_stale = False
+            self._is_stale = self._has_new_entries = False
 
     def _read_checkpoint(self, domain: str) -> bool:
         """Return whether there is a new checkpoint."""
@@ -3305,8 +3309,8 @@ class Board:
 
 def preferred_allocation(
     resource: Resource,
-    available: Sequence[str],
-    must_include: Sequence[str],
+    available: Collection[str],
+    must_include: Collection[str],
     size: int,
     occupied: Collection[str] = (),
 ) -> list[str]:
@@ -3351,8 +3355,7 @@ def check_replicas(resource: Resource, number: int) -> None:
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
     invalid = Status.INVALID_ARGUMENT
 
-    # Not as the difference of sets, which is slow between a set and the keys of a dictionary.
-    if unknown := sorted(each for each in free | required if each not in resource.devices):
+    if unknown := sorted((free | required).difference(resource.devices)):
         raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
     if size < 0:
         raise RequestError(invalid, f"allocation size {size} is negative")
@@ -3820,6 +3823,8 @@ def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogL
     """Yield log lines about a chip, unless it is out of service."""
     chip = decision.chips[bdf]
     before = former.chips.get(bdf) if former else None
+    if former and chip == before and is_logged(former, bdf) == is_logged(decision, bdf):
+        return
     if not is_logged(decision, bdf):
         is_new = before is None or not before.function.file_fault
         if chip.function.file_fault and is_new and not decision.is_out_of_service(bdf):
@@ -3944,8 +3949,7 @@ def labels_file(decision: Decision) -> str:
 
 def summary(resource: Resource) -> str:
     """Return a resource's part of the status, with its first unhealthy device."""
-    devices = resource.unique_devices
-    unhealthy = [f"{each.id}: {each.reason}" for each in devices if each.reason]
+    devices, unhealthy = resource.unique_devices, resource.problems
     replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
     number = len(devices) - len(unhealthy)
     text = f"{len(devices)} × {resource.name}{replicas}, {number} healthy"
@@ -4890,6 +4894,8 @@ async def wait_for_event(event: asyncio.Event, timeout: float | None) -> bool:
 
     asyncio.wait_for() can lose a cancellation up to Python 3.11.
     """
+    if timeout is None:
+        return await event.wait()
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiting}, timeout=timeout)
@@ -4932,7 +4938,7 @@ class Host:
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
-        self.must_save = False  # what cannot be read again has changed
+        self.save_by = inf  # until when a new answer must be saved
         self.scanned_at = -inf
         self.polled_at = -inf
         self.wake = wake
@@ -5009,7 +5015,7 @@ class Host:
 
     def save_state(self) -> None:
         """Save the state that the next daemon cannot read again."""
-        self.must_save = False
+        self.save_by = inf
         chips = {}
         for bdf, state in self.inventory.states.items():
             if state.chip.had_device_file:
@@ -5034,6 +5040,7 @@ LINK_INTERVAL = 0.02
 START_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
 START_INTERVAL = 0.1  # seconds between looks at pods while a container waits, or is created
 EMPTY_WITHIN = 1.0  # seconds that a start waits for the pages of former pods
+SAVED_WITHIN = 0.1  # seconds; mostly the container's start comes before, and saves it
 
 
 class Allocator:
@@ -5103,7 +5110,7 @@ class Allocator:
             edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
             self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
             answers.append(edits)
-        self._host.must_save = True
+        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
         self._host.wake()
         return answers
 
@@ -5133,18 +5140,17 @@ class Allocator:
         self,
         name: str,
         question: pb.ContainerPreferredAllocationRequest,
-        listed: Container[str] = (),
+        listed: DeviceIds = frozenset(),
     ) -> list[str]:
         """Return the best IDs; raises RequestError, OSError. `listed`: all that ever were."""
         # Not by the last look at pods: a pod that has ended since has a chip to choose.
         decision = self._decide(look=True)
         resource = decision.resource(name)
         # An ID that has gone with its hold can be in the list that the kubelet still has.
-        ids = question.available_deviceIDs
-        available = [each for each in ids if each in resource.devices or each not in listed]
+        gone = listed.difference(resource.devices)
         return preferred_allocation(
             resource,
-            available,
+            frozenset(question.available_deviceIDs) - gone,
             question.must_include_deviceIDs,
             question.allocation_size,
             self._host.holds.forgotten_ids(name, decision.holds),
@@ -5345,13 +5351,13 @@ class AdvertisedList:
 
     def __init__(self) -> None:
         self.message = DeviceList()
-        self.ids: set[str] = set()  # that were ever in it
+        self.ids: DeviceIds = frozenset()  # that were ever in it
         self._changed = Broadcast()
 
     def update(self, message: DeviceList) -> None:
         if message is not self.message and message != self.message:
             self.message = message
-            self.ids.update(device.ID for device in message.devices)
+            self.ids = self.ids.union(device.ID for device in message.devices)
             self._changed.wake_all()
 
     async def messages(self) -> AsyncIterator[DeviceList]:
@@ -6078,11 +6084,13 @@ class Daemon:
 
                 pause = RETRY_TICK
                 with log_and_continue("main loop"):
-                    self._turn(monotonic())
+                    await self._turn(monotonic())
                     pause = self._pause(monotonic())
             return self._exit_status
         finally:
             self._manager.notify("STOPPING=1")
+            if self.host.save_by < inf:
+                self.host.save_state()
             self._uevents.close()
             await self.sessions.close()
             self._directory.close()
@@ -6128,6 +6136,7 @@ class Daemon:
         due = [
             now + self._manager.feed_interval,
             self._round_at + ROUND,
+            host.save_by,
             host.polled_at + host.settings.health.interval,
         ]
         if not self._directory.is_watched:
@@ -6144,7 +6153,7 @@ class Daemon:
             due.append(now + TIDY_INTERVAL)
         return max(0.0, min(due) - now)
 
-    def _turn(self, now: float) -> None:
+    async def _turn(self, now: float) -> None:
         is_reload = self._wants_reload
         # Before READY=1, systemd expects no RELOADING=1.
         is_reported = is_reload and self._stage is Stage.READY
@@ -6154,12 +6163,12 @@ class Daemon:
         try:
             if is_reload:
                 self._reload()
-            self._reconcile(now)
+            await self._reconcile(now)
         finally:
             if is_reported:
                 self._manager.notify("READY=1")
 
-    def _reconcile(self, now: float) -> None:
+    async def _reconcile(self, now: float) -> None:
         """Observe, decide, apply. If a file cannot be read, the next turn begins with a scan."""
         is_round = self._is_round(now)
         try:
@@ -6174,7 +6183,7 @@ class Daemon:
                 log.info("the node's state can be read again")
             self._is_failing = False
             if self._stage is not Stage.SCANNING:
-                self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
+                await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
         except DirectoryError as error:
             self._exit(*error.args)
         except OSError as error:
@@ -6220,29 +6229,32 @@ class Daemon:
             self._stage = Stage.BINDING
             self._binding_since = now
 
-    def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
-        """Bring log, files, sessions and status in line with the decision."""
+    async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
+        """Bring sessions, log, directories, files and status in line with the decision."""
         host = self.host
         decision = host.decide(now)
         former, host.applied = host.applied, decision
-        if decision is not former:
-            for level, line in changes(former, decision):
-                log.log(level, "%s", line)
-
         has_same_devices = former is not None and _has_same_devices(decision, former)
+
         if is_round or not has_same_devices:
-            self._write_files(decision)
             self._put_directories_right(decision)
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
-        if is_round or host.must_save or not has_same_devices:
-            host.save_state()
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
             host.holds.other_plugins(decision.holds),
             is_disturbed=is_disturbed,
         )
+        await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
+
+        if decision is not former:
+            for level, line in changes(former, decision):
+                log.log(level, "%s", line)
+        if is_round or not has_same_devices:
+            self._write_files(decision)
+        if is_round or now >= host.save_by or not has_same_devices:
+            host.save_state()
         if is_round:
             self._ask_for_names(decision)
             self._reporter.write_metrics_if_due(now)
