@@ -1708,8 +1708,12 @@ class ChipState:
             self.since = now if fault else None
 
     def to_saved(self) -> Json:
-        """Return the part of the state that the next daemon cannot read again."""
+        """Return the part of the state that the next daemon cannot read again.
+
+        A heartbeat that goes on is left out: a healthy node's file is not written at each poll.
+        """
         function, fault = self.chip.function, self.chip.telemetry_fault
+        vitals = self.vitals if self.vitals.misses else self.vitals._replace(heartbeat=None)
         return {
             "arch": function.arch,
             "subsystem": function.subsystem,
@@ -1717,7 +1721,7 @@ class ChipState:
             "identity": self.chip.identity,
             "telemetry_fault": (fault.kind.value, fault.text) if fault else None,
             "is_listed": self.chip.is_listed,
-            "vitals": self.vitals,
+            "vitals": vitals,
             "fault_kind": self.fault_kind,
             "since": self.since,
         }
@@ -6064,6 +6068,7 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
+        self._texts: dict[str, str | None] = {}  # of the files for others, by path
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
         self._is_failing = False  # the last observation has failed
@@ -6232,8 +6237,7 @@ class Daemon:
     async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
         """Bring sessions, log, directories, files and status in line with the decision."""
         host = self.host
-        decision = host.decide(now)
-        former, host.applied = host.applied, decision
+        former, decision = host.applied, host.decide(now)
         has_same_devices = former is not None and _has_same_devices(decision, former)
 
         if is_round or not has_same_devices:
@@ -6251,8 +6255,12 @@ class Daemon:
         if decision is not former:
             for level, line in changes(former, decision):
                 log.log(level, "%s", line)
+        if not has_same_devices:
+            self._texts = self._describe(decision)
+        host.applied = decision  # if anything before has failed, the next turn repeats it
         if is_round or not has_same_devices:
-            self._write_files(decision)
+            host.files.keep(self._texts, unmanaged=[host.settings.metrics_file])
+            self._check_cdi_file()
         if is_round or now >= host.save_by or not has_same_devices:
             host.save_state()
         if is_round:
@@ -6288,16 +6296,15 @@ class Daemon:
         except OutOfSteps:
             self._must_tidy = True
 
-    def _write_files(self, decision: Decision) -> None:
+    def _describe(self, decision: Decision) -> dict[str, str | None]:
+        """Return the texts of the files for others, by path; None: no file."""
         settings = self.host.settings
-        wanted: dict[str, str | None] = {}
+        texts: dict[str, str | None] = {}
         if settings.cdi_dir:
-            wanted[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
+            texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
         if settings.labels_dir:
-            wanted[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
-
-        self.host.files.keep(wanted, unmanaged=[settings.metrics_file])
-        self._check_cdi_file()
+            texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
+        return texts
 
     def _check_cdi_file(self) -> None:
         """Note whether pods can get their devices through the CDI file."""
