@@ -6068,6 +6068,7 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
+        self._must_write = False  # the devices have changed since the files were written
         self._texts: dict[str, str | None] = {}  # of the files for others, by path
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
@@ -6255,13 +6256,14 @@ class Daemon:
         if decision is not former:
             for level, line in changes(former, decision):
                 log.log(level, "%s", line)
-        if not has_same_devices:
-            self._texts = self._describe(decision)
         host.applied = decision  # if anything before has failed, the next turn repeats it
-        if is_round or not has_same_devices:
-            host.files.keep(self._texts, unmanaged=[host.settings.metrics_file])
-            self._check_cdi_file()
-        if is_round or now >= host.save_by or not has_same_devices:
+
+        # The readings that an event has caused can change the devices once more.
+        self._must_write |= not has_same_devices
+        can_write = is_round or (self._must_write and host.readers.is_settled(monotonic()))
+        if can_write:
+            self._write_files(decision)
+        if can_write or now >= host.save_by:
             host.save_state()
         if is_round:
             self._ask_for_names(decision)
@@ -6296,15 +6298,19 @@ class Daemon:
         except OutOfSteps:
             self._must_tidy = True
 
-    def _describe(self, decision: Decision) -> dict[str, str | None]:
-        """Return the texts of the files for others, by path; None: no file."""
-        settings = self.host.settings
-        texts: dict[str, str | None] = {}
-        if settings.cdi_dir:
-            texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
-        if settings.labels_dir:
-            texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
-        return texts
+    def _write_files(self, decision: Decision) -> None:
+        """Have the files for others there, with new texts if the devices have changed."""
+        host, settings = self.host, self.host.settings
+        if self._must_write:
+            self._must_write = False
+            self._texts = {}
+            if settings.cdi_dir:
+                self._texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
+            if settings.labels_dir:
+                self._texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
+
+        host.files.keep(self._texts, unmanaged=[settings.metrics_file])
+        self._check_cdi_file()
 
     def _check_cdi_file(self) -> None:
         """Note whether pods can get their devices through the CDI file."""
