@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from grpc.aio._server import Server
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, turns
+from tests.conftest import (
+    WATCHDOG,
+    StartDaemon,
+    kubelet_of,
+    no_descriptors,
+    plugin_sockets,
+    turns,
+)
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until, within
@@ -232,16 +239,36 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
     assert len(kubelet.find("register")) == 1
 
 
-async def test_a_stream_that_the_kubelet_closes_leads_to_a_new_registration(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+async def test_each_registration_connects_to_the_kubelet_twice_at_most(
+    node: SimulatedNode, start: StartDaemon, directory: Path
 ) -> None:
-    """To the kubelet all devices are unhealthy then."""
-    await start(interval=3600)
-    await kubelet.registered(N150)
+    """To see whether it listens, and to call Register; again when it has closed the streams."""
+    node.add("p150a")
+    connections: list[asyncio.StreamWriter] = []
+    kubelet = kubelet_of(node, directory)
+    public, kubelet.socket = kubelet.socket, directory / "private.sock"
 
-    await kubelet.drop_streams()
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
 
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        their_reader, their_writer = await asyncio.open_unix_connection(kubelet.socket)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pump(reader, their_writer), pump(their_reader, writer))
+
+    daemon = await start(interval=0.1)
+    await until(lambda: daemon.notified("READY=1"))
+    async with kubelet, await asyncio.start_unix_server(relay, public):
+        for number in (1, 2, 3):
+            await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 * number)  # noqa: B023
+            await kubelet.registered(N150)
+            await kubelet.registered(P150)
+            assert 2 * number <= len(connections) <= 4 * number
+            await kubelet.drop_streams()
+    assert kubelet.violations == []
 
 
 @pytest.mark.parametrize("moment", ["during Register", "later"])
@@ -440,6 +467,76 @@ async def test_a_kubelet_that_hangs_and_dies_blocks_nothing(
     await kubelet.registered(P150)
 
 
+@contextlib.asynccontextmanager
+async def refuses(path: Path) -> AsyncIterator[None]:
+    """It was killed: nobody listens on its socket."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def closes(path: Path) -> AsyncIterator[None]:
+    """It closes connections, which is no answer to Register."""
+    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def hangs(path: Path) -> AsyncIterator[asyncio.Event]:
+    """It accepts connections, and does nothing more; the event is that it was called."""
+    called = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            called.set()
+
+    server = await asyncio.start_unix_server(hang, path)
+    yield called
+    server.close()
+
+
+@contextlib.asynccontextmanager
+async def opens_no_stream(path: Path) -> AsyncIterator[None]:
+    """It accepts Register, and does nothing more."""
+
+    class Registration(rpc.RegistrationServicer):
+        async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
+            return pb.Empty()
+
+    server = grpc.aio.server()
+    rpc.add_RegistrationServicer_to_server(Registration(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    yield
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (refuses, "waiting for kubelet (its socket refuses connections)"),
+        (closes, "cannot reach the kubelet: "),
+        (hangs, "kubelet did not answer Register within 0.3 s"),
+        (opens_no_stream, "kubelet accepted Register but opened no ListAndWatch stream; retrying"),
+    ],
+)
+async def test_a_kubelet_that_fails_is_one_reason_until_the_next_one_starts(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    fails: Callable[[Path], contextlib.AbstractAsyncContextManager[object]], reason: str,
+) -> None:  # fmt: skip
+    """Each way to fail has its own; the next one is registered with."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    directory.mkdir()
+    async with fails(directory / "kubelet.sock"):
+        daemon = await start(interval=3600)
+        await until(lambda: state(daemon).startswith(reason))
+
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
+
+
 async def test_a_kubelet_that_hangs_is_given_up_when_the_next_one_starts(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -448,45 +545,14 @@ async def test_a_kubelet_that_hangs_is_given_up_when_the_next_one_starts(
     monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 3600.0)
     caplog.set_level("INFO")
     directory.mkdir()
-    called = asyncio.Event()
+    async with hangs(directory / "kubelet.sock") as called:
+        await start(interval=3600)
+        await called.wait()
 
-    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if await reader.read(1):
-            called.set()
+        async with kubelet_of(node, directory) as kubelet:
+            await kubelet.registered(N150)
 
-    hung = await asyncio.start_unix_server(hang, directory / "kubelet.sock")
-    await start(interval=3600)
-    await called.wait()
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(N150)
-
-    hung.close()
     assert f"{N150}: the kubelet has restarted; registering again" in caplog.messages
-
-
-async def test_a_kubelet_that_opens_no_stream_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It accepts Register, and does nothing more."""
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
-    directory.mkdir()
-    requests: list[pb.RegisterRequest] = []
-
-    class Registration(rpc.RegistrationServicer):
-        async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
-            requests.append(request)
-            return pb.Empty()
-
-    server = grpc.aio.server()
-    rpc.add_RegistrationServicer_to_server(Registration(), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{directory}/kubelet.sock")
-    await server.start()
-    daemon = await start(interval=3600)
-
-    await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
-    await until(lambda: len(requests) == 2)
-    await server.stop(None)
 
 
 async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
@@ -516,41 +582,6 @@ async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
                 PATIENCE, "no connection", asyncio.get_running_loop().sock_accept(listening)
             )
             connection.close()
-
-
-async def test_a_kubelet_that_cannot_be_reached_has_not_rejected(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """It closes connections: that is no answer to Register."""
-    directory.mkdir()
-    path = directory / "kubelet.sock"
-    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
-        daemon = await start(interval=3600)
-
-        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
-
-
-async def test_a_kubelet_that_does_not_answer_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its socket refuses connections, or accepts them and nothing more; the state reports which."""
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
-    directory.mkdir()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "kubelet.sock"))
-
-    daemon = await start(interval=3600)
-    await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
-
-    (directory / "kubelet.sock").unlink()
-    kubelet = kubelet_of(node, directory)
-    await kubelet.start(deaf=True)
-    await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
-
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
-    await kubelet.restart()
-    await kubelet.registered(N150)
-    await kubelet.stop()
 
 
 @pytest.mark.parametrize("moment", ["while it begins", "while it ends"])
@@ -620,6 +651,42 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
 
     await kubelet.drop_streams()
     await asyncio.wait_for(closing, PATIENCE)
+
+
+async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Until there are some again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ttdp, "connection_error", no_descriptors)
+        daemon = await start()
+        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
+
+    await kubelet.registered(N150)
+    assert "internal error" not in caplog.text
+
+
+async def test_a_server_that_does_not_start_is_logged_and_tried_again(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """With its traceback; the resource is registered soon after."""
+    failures: list[str] = []
+    genuine = Server.start
+
+    async def begin(self: Server) -> None:
+        if len(failures) < 2:
+            failures.append("failed")
+            raise RuntimeError("no threads")
+        await genuine(self)
+
+    monkeypatch.setattr(Server, "start", begin)
+    await start(interval=3600)
+    await kubelet.registered(N150)
+
+    lines = [record for record in caplog.records if "the session of" in record.message]
+    assert len(lines) == 2 and all("no threads" in str(record.exc_info) for record in lines)
 
 
 async def test_the_status_follows_registrations_at_once(
@@ -780,48 +847,13 @@ async def test_plugins_that_take_a_resource_from_each_other_back_off(
         assert time.monotonic() - begin > sum(min(first * 2**n, longest) for n in range(4))
 
 
-async def test_a_checkpoint_that_stays_behind_changes_nothing(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """A kubelet can write it late, or not at all; the list is sent once."""
-    chips = [*node.chips, *node.add("n150")]
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-    await offers(kubelet, N150, *(chip.bdf for chip in chips))
-
-    kubelet.file.path = kubelet.directory.with_name("elsewhere")
-    chips[0].vanish()
-    await offers(kubelet, N150, chips[1].bdf)
-
-    lists = len(kubelet.find("list", N150))
-    await turns(daemon, 20)
-
-    assert len(kubelet.find("list", N150)) == lists and not kubelet.find("ended", N150)
-    assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
-
-
-async def test_a_checkpoint_from_before_the_registration_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """It has another plugin's IDs; the kubelet does not write a newer one."""
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(N150)
-        async with another_plugin(kubelet, N150, "theirs"):
-            await until(lambda: "stop that plugin" in state(daemon))
-
-            kubelet.file.path = directory.with_name("elsewhere")
-            await offers(kubelet, N150, node.chips[0].bdf)
-
-            registrations = len(kubelet.find("registered"))
-            await turns(daemon, 20)
-        assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == registrations
-
-
 async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
     kubelet: Kubelet, session: Session
 ) -> None:
-    """Else an ID that we have listed ourselves, and list no longer, would be another plugin's."""
+    """Else an ID that we have listed ourselves, and list no longer, would be another plugin's.
+
+    A kubelet can write it late, or not at all.
+    """
     session.turn("a", checkpoint=1)
 
     # The list changes, and the loop makes another turn before the kubelet is sent it.
@@ -838,3 +870,54 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
         session.turn("19", checkpoint=4, has_others_ids=True)
     await until(lambda: session.state != REGISTERED)
     assert session.state.startswith("another device plugin has registered this resource")
+
+    # That one is from before the next registration.
+    await until(lambda: session.state == REGISTERED)
+    for number in range(20):
+        session.turn("19", checkpoint=4, has_others_ids=True)
+        session.turn(f"{number}", checkpoint=4, has_others_ids=True)
+        await offers(kubelet, N150, f"{number}")
+    assert session.state == REGISTERED and len(kubelet.find("registered")) == 2
+
+
+# -- work that must not be interrupted -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_that_is_completed_survives_cancellations(fails: bool) -> None:
+    """The task is cancelled after it, and the work's own error is not left unread."""
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+
+    async def work() -> None:
+        await may_end.wait()
+        has_ended.set()
+        if fails:
+            raise ZeroDivisionError
+
+    async def cancel() -> None:
+        task = asyncio.create_task(ttdp.completed(work()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        may_end.set()
+        await asyncio.wait({task})
+        assert task.cancelled() and has_ended.is_set()
+
+    await cancel()
+    gc.collect()
+    assert problems == []
+
+
+async def test_work_that_is_completed_raises_its_error() -> None:
+    """Or returns its result."""
+
+    async def divide(number: int) -> float:
+        return 1 / number
+
+    assert await ttdp.completed(divide(2)) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        await ttdp.completed(divide(0))
