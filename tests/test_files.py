@@ -267,15 +267,6 @@ def make_socket(path: Path) -> None:
         any_socket.bind(str(path))
 
 
-Plant = Callable[[Path], None]
-PLANTED: dict[Plant, str] = {  # why it is not read
-    make_fifo: "not a regular file",
-    make_sparse_file: "larger than 16777216 bytes",
-    make_link: "Too many levels of symbolic links",
-    make_socket: "No such device or address",
-}
-
-
 def bytes_read() -> int:
     """Return how many bytes this process has read since it began."""
     (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line]
@@ -302,9 +293,9 @@ def released(path: Path) -> Iterator[None]:
             os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
-@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize("plant", [make_fifo, make_sparse_file, make_link, make_socket])
 def test_what_another_user_plants_neither_delays_the_daemon_nor_stays(
-    short_tmp: Path, plant: Plant
+    short_tmp: Path, plant: Callable[[Path], None]
 ) -> None:
     """In place of the file, of the new one, or where no file is wanted."""
     path, new = short_tmp / "file", short_tmp / ".file.new"
@@ -351,18 +342,11 @@ def set_boot_id(root: Path, boot: str | None) -> None:
         path.write_text(f"{boot}\n")
 
 
-def settings_in(directory: Path) -> Settings:
-    """Settings of a daemon whose state is saved, on a machine without cards."""
-    set_boot_id(directory, "this boot")
-    root = str(directory)
-    return Settings(
-        state_dir=root, sysfs_root=f"{root}/sys", proc_root=f"{root}/proc", device_plugin_dir=root
-    )
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return settings_in(tmp_path)
+    """Settings of a daemon whose state is saved."""
+    set_boot_id(tmp_path, "this boot")
+    return Settings(state_dir=str(tmp_path), proc_root=f"{tmp_path}/proc")
 
 
 def loaded(settings: Settings) -> SavedState:
@@ -482,24 +466,6 @@ def test_a_state_file_that_does_not_fit_is_discarded_as_a_whole(
 
     (line,) = caplog.messages
     assert line.startswith(f"{path} is discarded: ")
-
-
-@pytest.mark.parametrize("plant", PLANTED)
-def test_only_a_regular_file_is_a_state_file(
-    short_tmp: Path, caplog: pytest.LogCaptureFixture, plant: Plant
-) -> None:
-    """The daemon starts, and replaces it."""
-    settings = settings_in(short_tmp)
-    path = short_tmp / "state.json"
-
-    with released(path):
-        plant(path)
-        at_once(lambda: loaded(settings))
-
-    (line,) = caplog.messages
-    assert line.startswith(f"{path} is discarded: ") and PLANTED[plant] in line
-    save(settings)
-    assert loaded(settings).files == ["/x"]
 
 
 def test_the_state_stays_if_a_new_one_cannot_be_written(settings: Settings, tmp_path: Path) -> None:
