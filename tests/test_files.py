@@ -31,7 +31,6 @@ from ttdp import (
 )
 
 N150 = "tenstorrent.com/n150"
-NOBODY = 65534
 
 
 @pytest.fixture

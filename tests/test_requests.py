@@ -239,7 +239,7 @@ async def test_a_refusal_names_the_device(
 
 
 async def test_random_bytes_and_half_open_connections_are_closed(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
+    kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """A hundred clients that send garbage or nothing keep no descriptor for long."""
     await start()
@@ -263,7 +263,7 @@ async def test_random_bytes_and_half_open_connections_are_closed(
 
 @pytest.mark.parametrize("method", ["Allocate", "ListAndWatch"])
 async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, method: str
+    kubelet: Kubelet, start: StartDaemon, directory: Path, method: str
 ) -> None:
     """gRPC would log a traceback; tracebacks of internal errors are kept."""
     await start()
@@ -290,7 +290,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
 
 @pytest.mark.parametrize("method", ["Allocate", "GetPreferredAllocation"])
 async def test_a_request_for_thousands_of_containers_keeps_no_other_call_waiting(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, method: str
+    kubelet: Kubelet, start: StartDaemon, directory: Path, method: str
 ) -> None:
     """Kubelets name one; the loop does other work between the answers for two of them."""
     entry = ttdp.SharedResource("n150", 1000)

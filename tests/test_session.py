@@ -213,9 +213,8 @@ async def test_thirty_restarts_leave_nothing_behind(
 
 @pytest.mark.parametrize("does", ["replaces its socket", "deletes ours"])
 async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
-    does: str,
-) -> None:  # fmt: skip
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
     """It is another one than the loop has seen; kubelets before 1.37 could lose a second one."""
     monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)  # no event ends the attempt
     connection_error = ttdp.connection_error
@@ -273,7 +272,7 @@ async def test_each_registration_connects_to_the_kubelet_twice_at_most(
 @pytest.mark.parametrize("moment", ["during Register", "later"])
 @pytest.mark.parametrize("asks_first", [False, True])
 async def test_the_stream_of_a_debugging_tool_means_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    start: StartDaemon, kubelet: Kubelet, directory: Path,
     monkeypatch: pytest.MonkeyPatch, moment: str, asks_first: bool,
 ) -> None:  # fmt: skip
     """One ends, which ends no registration; another is open when the kubelet's ends, which does."""
@@ -330,9 +329,8 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
 
 
 async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the next Register; also if a debugging tool has called what the kubelet calls."""
     monkeypatch.setattr("ttdp.STREAM_DELAY", 1.0)
     await start(interval=3600)
@@ -348,9 +346,10 @@ async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
     assert kubelet.find("register")[-1].at - ended.at > 0.5
 
 
+@pytest.mark.usefixtures("inotify")
 @pytest.mark.parametrize("names", ["kubelet.sock", "*.sock"])
 async def test_a_deleted_kubelet_socket_ends_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, inotify: bool, names: str
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, names: str
 ) -> None:
     """The open stream works on, for changes and for pods; the next kubelet is registered with."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
@@ -376,7 +375,7 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
 
 
 async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
+    start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The pauses double from 0.1 s; one line has the kubelet's reason."""
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
@@ -391,7 +390,7 @@ async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
 
 
 async def test_pauses_are_short_again_after_a_registration_that_has_lasted(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve doublings would make the last pause three minutes long."""
     monkeypatch.setattr("ttdp.BACKOFF", (0.05, 3600.0))
@@ -478,7 +477,7 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
 
 
 async def test_a_kubelet_that_opens_no_stream_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It accepts Register, and does nothing more."""
 
@@ -496,7 +495,7 @@ async def test_a_kubelet_that_opens_no_stream_is_tried_again(
 
 
 async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket exists a moment before it accepts connections."""
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
@@ -626,9 +625,8 @@ async def test_a_server_that_does_not_start_is_logged_and_tried_again(
 
 
 async def test_the_status_follows_registrations_at_once(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No other event wakes the loop: the kubelet writes no checkpoint."""
     monkeypatch.setattr("ttdp.ROUND", 3600.0)
     kubelet.file.path = directory.with_name("elsewhere")
@@ -722,7 +720,7 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
 
 
 async def test_sessions_that_have_ended_leave_nothing_behind(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+    start: StartDaemon, kubelet: Kubelet
 ) -> None:
     """However many resources there have been."""
     daemon = await start(interval=3600)
@@ -751,40 +749,30 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture,
     version: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Our stream stays open; the checkpoint has IDs that the daemon gives in no configuration."""
+    """Our stream stays open; the checkpoint has IDs that the daemon gives in no configuration.
+
+    The other one's new sockets do not make the pauses short again.
+    """
     ours = {"0000:01:00.0", node.add("n150")[0].bdf}
     daemon = await start(interval=0.05)
 
-    async with kubelet_of(node, directory, version=version) as kubelet:
-        await offers(kubelet, N150, *ours)
-        async with another_plugin(kubelet, N150, "theirs"):
-            await until(lambda: "stop that plugin" in caplog.text)
-            await offers(kubelet, N150, *ours)
-            await until(lambda: state(daemon) == REGISTERED)
-            await kubelet.admit("train", "main", {N150: 2})
-
-    report = "another device plugin has registered this resource"
-    assert sum(report in line for line in caplog.messages) == 1
-
-
-async def test_plugins_that_take_a_resource_from_each_other_back_off(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """The other one's new sockets do not make the pauses short again."""
-    daemon = await start(interval=0.05)
-    async with kubelet_of(node, directory) as kubelet, contextlib.AsyncExitStack() as others:
-        await kubelet.registered(N150)
-
+    kubelet = kubelet_of(node, directory, version=version)
+    async with kubelet, contextlib.AsyncExitStack() as others:
         begin = time.monotonic()
         for number in range(4):
+            await offers(kubelet, N150, *ours)
             await until(lambda: state(daemon) == REGISTERED)
             other = another_plugin(kubelet, N150, "theirs", name=f"other-{number}.sock")
             await others.enter_async_context(other)
             await until(lambda: state(daemon) != REGISTERED)
 
-        await until(lambda: state(daemon) == REGISTERED)
+        await offers(kubelet, N150, *ours)
         first, longest = ttdp.BACKOFF
         assert time.monotonic() - begin > sum(min(first * 2**n, longest) for n in range(4))
+        await kubelet.admit("train", "main", {N150: 2})
+
+    report = "another device plugin has registered this resource; stop that plugin"
+    assert sum(report in line for line in caplog.messages) == 4
 
 
 async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
