@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from tests.conftest import StartDaemon
+from tests.conftest import StartDaemon, polls
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
@@ -278,33 +278,24 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     assert abs(found["tt_plugin_start_time_seconds"] - time.time()) < 60
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the reads of sensors and of telemetry."""
-    counts: Counter[str] = Counter()
-    for name in ("read_sensors", "_read_attributes"):
-
-        def read(*arguments: Any, name: str = name, genuine: Any = getattr(ttdp, name)) -> Any:  # noqa: B008
-            counts[name] += 1
-            return genuine(*arguments)
-
-        monkeypatch.setattr(ttdp, name, read)
-    return counts
-
-
 async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
-    node: SimulatedNode,
-    start: StartDaemon,
-    directory: Path,
-    reads: Counter[str],
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
     listening: CountingSocket,
-) -> None:
+) -> None:  # fmt: skip
     """Not for polls; the file and requests share what was read."""
+    reads: list[str] = []
+    genuine = ttdp.read_sensors
+
+    def read(function: ttdp.PciFunction) -> dict[str, float]:
+        reads.append(function.bdf)
+        return genuine(function)
+
+    monkeypatch.setattr(ttdp, "read_sensors", read)
     file = Path(outlets(directory.parent)["metrics_file"])
     node.add("p150a")
-    await start(interval=0.02)
-    await until(lambda: reads["_read_attributes"] > 20)
-    assert reads["read_sensors"] == 0
+    daemon = await start(interval=0.02)
+    await polls(daemon)
+    assert reads == []
 
     file.parent.mkdir()
     await until(file.exists)
@@ -312,8 +303,8 @@ async def test_sensors_are_read_every_15_seconds_at_most_and_only_for_metrics(
     for _ in range(3):
         assert of(bdf(1), await scrape(listening))["power_watts"] == 24
 
-    await until(lambda: reads["_read_attributes"] > 50)
-    assert reads["read_sensors"] == 1 and file.stat().st_mtime_ns == written
+    await polls(daemon)
+    assert reads == [bdf(1)] and file.stat().st_mtime_ns == written
     assert "tt_device_power_watts" in file.read_text()
 
 
