@@ -25,7 +25,8 @@ Layout, by chapter of ttdp.py:
     FILES                             test_files
     SYSTEMD                           test_systemd
     KERNEL EVENTS                     test_events
-    HOST, REQUESTS, DAEMON            test_daemon; test_turns, while something fails; test_garbage
+    HOST, DAEMON                      test_daemon
+    REQUESTS                          test_requests
     REGISTRATION                      test_session
     POD RESOURCES                     test_ownership
     CONNECTIONS                       test_metrics, test_list

@@ -10,7 +10,6 @@ import os
 import select
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import ttdp
 from tests.conftest import no_descriptors
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
-from tests.world.processes import PATIENCE, finished, until
+from tests.world.processes import PATIENCE, finished
 from tests.world.simulation import SimulatedUevents
 
 
@@ -262,15 +261,3 @@ async def test_the_watch_can_have_the_descriptor_0(tmp_path: Path) -> None:
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
-
-
-async def test_a_locked_directory_is_served_by_one_daemon(tmp_path: Path) -> None:
-    """The message has the process that locks it, whatever it is."""
-    with subprocess.Popen(["flock", str(tmp_path), "sleep", "60"]) as holder:
-        await until(lambda: f":{tmp_path.stat().st_ino} " in Path("/proc/locks").read_text())
-        with pytest.raises(ttdp.DirectoryError) as error:
-            ttdp.PluginDirectory(str(tmp_path), lambda: None).check()
-        holder.kill()
-    status, reason = error.value.args
-    assert status == 75
-    assert reason == f"{tmp_path} is in use by process {holder.pid} ('flock'); exiting"

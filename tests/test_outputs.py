@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from ttdp import Chip, Edits, Hold, Kind, Mount, Settings, SharedResource, Sharing
+from ttdp import Chip, Edits, Hold, Kind, Mount, RequestError, Settings, SharedResource, Sharing
 
 # Ordinals run against the addresses, as a reload of the driver can leave them.
 THREE = [chip(0xC1, ordinal=0), chip(0x0A, ordinal=1), chip(0x03, ordinal=7)]
@@ -71,6 +71,35 @@ def test_the_strategy_cdi_names_cdi_devices_instead_of_device_files() -> None:
     names = [f"a.b/device={address}" for address in ADDRESSES.split(",")]
     assert [device.name for device in answer.cdi_devices] == names
     assert answer.envs == edits(THREE).envs and not answer.devices
+
+
+INVALID, NOT_FOUND, FAILED = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize(
+    ("containers", "code", "reason"),
+    [
+        ([], INVALID, "names no container"),
+        ([[bdf(1)], []], INVALID, "a container requests no devices"),
+        ([[bdf(1), bdf(1)]], INVALID, f"duplicate device '{bdf(1)}'"),
+        ([[bdf(1)], [bdf(1)]], INVALID, f"duplicate device '{bdf(1)}'"),
+        ([[bdf(9)]], NOT_FOUND, f"tenstorrent.com/n150 has no device '{bdf(9)}'"),
+        ([["x" * 100_000]], NOT_FOUND, "has no device 'x"),
+        ([[bdf(2)]], FAILED, f"device {bdf(2)}: it is ill"),
+    ],
+    ids=["nothing", "no device", "twice", "in two containers", "unknown", "long", "unhealthy"],
+)
+def test_an_impossible_allocation_is_refused(
+    containers: list[list[str]], code: str, reason: str
+) -> None:
+    """With the code of the cause, and a message of one line."""
+    (resource,) = decide([chip(1), chip(2, fault=Kind.HOT)]).resources.values()
+
+    with pytest.raises(RequestError) as refused:
+        ttdp.check_request(resource, containers)
+
+    found, message = refused.value.args
+    assert found.name == code and reason in message and len(message) < 400
 
 
 @pytest.mark.parametrize("target", ["../7", "{file}", "../8", "/dev/null", None])

@@ -8,7 +8,6 @@ import errno
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -296,67 +295,55 @@ async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
 # -- what is read ----------------------------------------------------------------------------------
 
 
-class Poll:
-    """Reads the chips of a simulated node as polls do."""
+def only_function(node: SimulatedNode) -> PciFunction:
+    """The one PCI function of this node, as a scan finds it."""
+    inventory = Inventory({})
+    inventory.scan(settings_of(node, node.root / "plugins"))
+    (found,) = inventory.present
+    return found
 
-    def __init__(self, node: SimulatedNode) -> None:
-        self.readings: dict[str, Reading] = {}
-        self.readers = TelemetryReaders(lambda: None)
-        self._settings = settings_of(node, node.root / "plugins")
 
-    def begin(self, **options: Any) -> list[PciFunction]:
-        inventory = Inventory({})
-        inventory.scan(self._settings)
-        self.readers.submit(inventory.present, is_poll=True, **options)
-        return inventory.present
-
-    def states(self) -> set[ReadState]:
-        """Collect, and return the states of the reads under way."""
-        for reading in self.readers.collect():
-            self.readings[reading.function.bdf] = reading
-        return set(self.readers.under_way(time.monotonic()).values())
-
-    async def poll(self, *, details: bool = False) -> list[PciFunction]:
-        found = self.begin(settings=self._settings if details else None)
-        await until(lambda: not self.states())
-        return found
+def read_all(node: SimulatedNode, function: PciFunction) -> Reading:
+    """Read a chip with its sensors and processes."""
+    settings = settings_of(node, node.root / "plugins")
+    return ttdp.read_chip(function, is_poll=True, settings=settings)
 
 
 async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
     """Nor does one that fails, or that has blocked until its chip has vanished."""
     (chip,) = node.add("p150a")
-    poll = Poll(node)
+    function = only_function(node)
 
     with kernel_errors():
-        await poll.poll(details=True)
+        read_all(node, function)
         chip.fail("tt_serial", "EIO")
-        await poll.poll(details=True)
+        read_all(node, function)
+
         chip.block("tt_heartbeat")
-        poll.begin()
-        await until(lambda: poll.states() == {ReadState.SLOW})
+        blocked = asyncio.ensure_future(asyncio.to_thread(read_all, node, function))
+        _, pending = await asyncio.wait({blocked}, timeout=ttdp.SLOW_AFTER)
+        assert pending
         chip.vanish()
-        await until(lambda: not poll.states())
+        await blocked
 
     assert open_below(node.root) == 0
 
 
-async def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
+def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
     """A poll leaves them out. A process that has the device file open twice is one."""
     (chip,) = node.add("p150a")
     chip.set_pids([7, 9, 7])
-    poll = Poll(node)
+    function = only_function(node)
 
-    await poll.poll()
-    reading = poll.readings[chip.bdf]
+    reading = ttdp.read_chip(function, is_poll=True, settings=None)
     assert (reading.sensors, reading.processes) == (None, None)
 
-    (found,) = await poll.poll(details=True)
-    reading = poll.readings[chip.bdf]
-    assert reading.sensors == ttdp.read_sensors(found) != {}
+    reading = read_all(node, function)
+    assert reading.sensors == ttdp.read_sensors(function) != {}
     assert [row["pid"] for row in reading.processes or ()] == [7, 9]
 
 
-async def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
+def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
     node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of them would be those of a dead chip."""
@@ -369,9 +356,7 @@ async def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
         return values
 
     monkeypatch.setattr(ttdp, "read_sensors", read_and_die)
-    poll = Poll(node)
 
-    await poll.poll(details=True)
+    reading = read_all(node, only_function(node))
 
-    reading = poll.readings[chip.bdf]
     assert (reading.telemetry, reading.sensors) == (Telemetry(all_ones=True), {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fnmatch
-import functools
 import gc
 import itertools
 import os
@@ -23,7 +22,14 @@ from grpc.aio._server import Server
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, plugin_sockets, turns
+from tests.conftest import (
+    WATCHDOG,
+    StartDaemon,
+    kubelet_of,
+    no_descriptors,
+    plugin_sockets,
+    turns,
+)
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until, within
@@ -207,9 +213,8 @@ async def test_thirty_restarts_leave_nothing_behind(
 
 @pytest.mark.parametrize("does", ["replaces its socket", "deletes ours"])
 async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
-    does: str,
-) -> None:  # fmt: skip
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
     """It is another one than the loop has seen; kubelets before 1.37 could lose a second one."""
     monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)  # no event ends the attempt
     connection_error = ttdp.connection_error
@@ -232,22 +237,42 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
     assert len(kubelet.find("register")) == 1
 
 
-async def test_a_stream_that_the_kubelet_closes_leads_to_a_new_registration(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
+async def test_each_registration_connects_to_the_kubelet_twice_at_most(
+    node: SimulatedNode, start: StartDaemon, directory: Path
 ) -> None:
-    """To the kubelet all devices are unhealthy then."""
-    await start(interval=3600)
-    await kubelet.registered(N150)
+    """To see whether it listens, and to call Register; again when it has closed the streams."""
+    node.add("p150a")
+    connections: list[asyncio.StreamWriter] = []
+    kubelet = kubelet_of(node, directory)
+    public, kubelet.socket = kubelet.socket, directory / "private.sock"
 
-    await kubelet.drop_streams()
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
 
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        their_reader, their_writer = await asyncio.open_unix_connection(kubelet.socket)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pump(reader, their_writer), pump(their_reader, writer))
+
+    daemon = await start(interval=0.1)
+    await until(lambda: daemon.notified("READY=1"))
+    async with kubelet, await asyncio.start_unix_server(relay, public):
+        for number in (1, 2, 3):
+            await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2 * number)  # noqa: B023
+            await kubelet.registered(N150)
+            await kubelet.registered(P150)
+            assert 2 * number <= len(connections) <= 4 * number
+            await kubelet.drop_streams()
+    assert kubelet.violations == []
 
 
 @pytest.mark.parametrize("moment", ["during Register", "later"])
 @pytest.mark.parametrize("asks_first", [False, True])
 async def test_the_stream_of_a_debugging_tool_means_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    start: StartDaemon, kubelet: Kubelet, directory: Path,
     monkeypatch: pytest.MonkeyPatch, moment: str, asks_first: bool,
 ) -> None:  # fmt: skip
     """One ends, which ends no registration; another is open when the kubelet's ends, which does."""
@@ -294,33 +319,26 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
             await until(lambda: state(daemon) == REGISTERED and kubelet.healthy(N150))
             assert len(kubelet.find("registered")) == number
 
-            (old,) = plugin_sockets(directory)
-            (directory / old).unlink()
-            await kubelet.wait_for(functools.partial(registered_with_another, kubelet, old))
+            (name,) = plugin_sockets(directory)
+            (directory / name).unlink()
+            await kubelet.wait_for(lambda: len(kubelet.find("registered")) > number)  # noqa: B023
 
         await kubelet.wait_for(lambda: kubelet.healthy(N150))
         await kubelet.admit("pod", "main", {N150: 1})
         assert kubelet.violations == []
 
 
-def registered_with_another(kubelet: Kubelet, endpoint: str) -> bool:
-    return bool(kubelet.find("registered")[-1].fields["endpoint"] != endpoint)
-
-
-@pytest.mark.parametrize("has_tool", [False, True])
 async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch, has_tool: bool,
-) -> None:  # fmt: skip
+    start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the next Register; also if a debugging tool has called what the kubelet calls."""
     monkeypatch.setattr("ttdp.STREAM_DELAY", 1.0)
     await start(interval=3600)
     await kubelet.registered(N150)
-    (socket_name,) = plugin_sockets(directory)
-    if has_tool:
-        async with tool(directory, asks_first=True):
-            pass
+    async with tool(directory, asks_first=True):
+        pass
 
+    (socket_name,) = plugin_sockets(directory)
     (directory / socket_name).unlink()
     await kubelet.wait_for(lambda: len(kubelet.find("register")) == 2)
 
@@ -328,9 +346,10 @@ async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
     assert kubelet.find("register")[-1].at - ended.at > 0.5
 
 
+@pytest.mark.usefixtures("inotify")
 @pytest.mark.parametrize("names", ["kubelet.sock", "*.sock"])
 async def test_a_deleted_kubelet_socket_ends_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, inotify: bool, names: str
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, names: str
 ) -> None:
     """The open stream works on, for changes and for pods; the next kubelet is registered with."""
     daemon = await start(interval=0.05, environ=WATCHDOG)
@@ -352,28 +371,11 @@ async def test_a_deleted_kubelet_socket_ends_nothing(
     await kubelet.registered(N150)
 
 
-async def test_sockets_of_a_daemon_that_was_killed_are_removed(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """Another plugin's socket and any other file stay."""
-    directory.mkdir()
-    for name in ("tt-n150.99-1.sock", "other.sock"):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(directory / name))
-    (directory / "tt-notes.txt").touch()
-
-    daemon = await start(interval=3600)
-    await until(lambda: state(daemon).startswith("waiting"))
-
-    left = {name for name in os.listdir(directory) if f".{os.getpid()}-" not in name}
-    assert left == {"other.sock", "tt-notes.txt"}
-
-
 # -- kubelets that reject, hang or refuse ----------------------------------------------------------
 
 
 async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
+    start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The pauses double from 0.1 s; one line has the kubelet's reason."""
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=4)
@@ -388,7 +390,7 @@ async def test_a_kubelet_that_rejects_is_tried_again_with_back_off(
 
 
 async def test_pauses_are_short_again_after_a_registration_that_has_lasted(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve doublings would make the last pause three minutes long."""
     monkeypatch.setattr("ttdp.BACKOFF", (0.05, 3600.0))
@@ -421,76 +423,79 @@ async def test_an_event_in_the_directory_ends_the_pause(
     await kubelet.registered(P150)
 
 
-async def test_a_kubelet_that_hangs_and_dies_blocks_nothing(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
-) -> None:
-    """While one Register is not answered, the other resource is served; then both are again."""
+async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next_one_starts(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """While one Register is not answered, the other resource is served.
+
+    That Register ends at once, not after its time, when there is another kubelet.sock.
+    """
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 3600.0)
+    caplog.set_level("INFO")
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
 
-    kubelet.hang(30)
+    kubelet.hang(3600)
     node.add("p150a")
     await until(lambda: len(kubelet.find("register")) == 2)
-
     await kubelet.admit("pod", "main", {N150: 1})
     assert state(daemon) == REGISTERED
 
+    async with kubelet_of(node, directory) as other:
+        await other.registered(N150)
+        await other.registered(P150)
+    assert f"{P150}: the kubelet has restarted; registering again" in caplog.messages
+
+
+async def test_a_kubelet_that_does_not_answer_is_tried_again(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket refuses connections, closes them, or accepts them only; the state has which."""
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    directory.mkdir()
+    path = directory / "kubelet.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+    daemon = await start(interval=3600)
+    await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
+
+    path.unlink()
+    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
+        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
+
+    path.unlink(missing_ok=True)
+    kubelet = kubelet_of(node, directory)
+    await kubelet.start(deaf=True)
+    await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
+
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
     await kubelet.restart()
     await kubelet.registered(N150)
-    await kubelet.registered(P150)
-
-
-async def test_a_kubelet_that_hangs_is_given_up_when_the_next_one_starts(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Register ends at once, not after its time."""
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 3600.0)
-    caplog.set_level("INFO")
-    directory.mkdir()
-    called = asyncio.Event()
-
-    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if await reader.read(1):
-            called.set()
-
-    hung = await asyncio.start_unix_server(hang, directory / "kubelet.sock")
-    await start(interval=3600)
-    await called.wait()
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(N150)
-
-    hung.close()
-    assert f"{N150}: the kubelet has restarted; registering again" in caplog.messages
+    await kubelet.stop()
 
 
 async def test_a_kubelet_that_opens_no_stream_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It accepts Register, and does nothing more."""
+
+    async def ignore(request: pb.RegisterRequest) -> None:
+        pass
+
     monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
-    directory.mkdir()
-    requests: list[pb.RegisterRequest] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(kubelet.manager.plugins, "register", ignore)
+        daemon = await start(interval=3600)
+        await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
 
-    class Registration(rpc.RegistrationServicer):
-        async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
-            requests.append(request)
-            return pb.Empty()
-
-    server = grpc.aio.server()
-    rpc.add_RegistrationServicer_to_server(Registration(), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{directory}/kubelet.sock")
-    await server.start()
-    daemon = await start(interval=3600)
-
-    await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
-    await until(lambda: len(requests) == 2)
-    await server.stop(None)
+    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
+    await kubelet.registered(N150)
 
 
 async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket exists a moment before it accepts connections."""
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
@@ -516,41 +521,6 @@ async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
                 PATIENCE, "no connection", asyncio.get_running_loop().sock_accept(listening)
             )
             connection.close()
-
-
-async def test_a_kubelet_that_cannot_be_reached_has_not_rejected(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """It closes connections: that is no answer to Register."""
-    directory.mkdir()
-    path = directory / "kubelet.sock"
-    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
-        daemon = await start(interval=3600)
-
-        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
-
-
-async def test_a_kubelet_that_does_not_answer_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its socket refuses connections, or accepts them and nothing more; the state reports which."""
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
-    directory.mkdir()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "kubelet.sock"))
-
-    daemon = await start(interval=3600)
-    await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
-
-    (directory / "kubelet.sock").unlink()
-    kubelet = kubelet_of(node, directory)
-    await kubelet.start(deaf=True)
-    await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
-
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
-    await kubelet.restart()
-    await kubelet.registered(N150)
-    await kubelet.stop()
 
 
 @pytest.mark.parametrize("moment", ["while it begins", "while it ends"])
@@ -622,10 +592,41 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
     await asyncio.wait_for(closing, PATIENCE)
 
 
-async def test_the_status_follows_registrations_at_once(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
+    """Until there are some again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ttdp, "connection_error", no_descriptors)
+        daemon = await start()
+        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
+
+    await kubelet.registered(N150)
+    assert "internal error" not in caplog.text
+
+
+async def test_a_server_that_does_not_start_is_logged_and_tried_again(
+    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """With its traceback; the resource is registered soon after."""
+
+    async def fail(self: Server) -> None:
+        raise RuntimeError("no threads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "start", fail)
+        await start(interval=3600)
+        await until(lambda: caplog.text.count("the session of") >= 2)
+
+    await kubelet.registered(N150)
+    assert "RuntimeError: no threads" in caplog.text
+
+
+async def test_the_status_follows_registrations_at_once(
+    start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No other event wakes the loop: the kubelet writes no checkpoint."""
     monkeypatch.setattr("ttdp.ROUND", 3600.0)
     kubelet.file.path = directory.with_name("elsewhere")
@@ -644,10 +645,13 @@ async def test_the_status_follows_registrations_at_once(
 
 
 @pytest.mark.parametrize("name", ["n150", "a.name_of-63-characters".ljust(63, "x")])
-async def test_names_of_sockets_fit_into_an_address_and_are_recognised(
+def test_names_of_sockets_fit_into_an_address_and_are_recognised(
     directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also with the largest process ID, and after 99,999 registrations."""
+    """Also with the largest process ID, and after 99,999 registrations.
+
+    The next daemon removes those of one that was killed; any other file stays.
+    """
     monkeypatch.setattr(os, "getpid", lambda: 4194304)
     monkeypatch.setattr("ttdp._socket_numbers", itertools.count(99_998))
 
@@ -655,11 +659,12 @@ async def test_names_of_sockets_fit_into_an_address_and_are_recognised(
 
     assert len({*names}) == 3 and all(each.startswith(f"tt-{name[:20]}.") for each in names)
     assert max(map(len, names)) <= 107 - len("/") - ttdp.PLUGIN_DIR_MAX
+
     directory.mkdir()
-    for each in names:
+    for each in (*names, "other.sock", "tt-notes.txt"):
         (directory / each).touch()
     ttdp.remove_dead_sockets(str(directory))
-    assert not os.listdir(directory)
+    assert sorted(os.listdir(directory)) == ["other.sock", "tt-notes.txt"]
 
 
 # -- resources that end and return -----------------------------------------------------------------
@@ -715,7 +720,7 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
 
 
 async def test_sessions_that_have_ended_leave_nothing_behind(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+    start: StartDaemon, kubelet: Kubelet
 ) -> None:
     """However many resources there have been."""
     daemon = await start(interval=3600)
@@ -744,84 +749,39 @@ async def test_another_plugin_with_the_same_name_is_reported_and_registered_over
     node: SimulatedNode, start: StartDaemon, directory: Path, caplog: pytest.LogCaptureFixture,
     version: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Our stream stays open; the checkpoint has IDs that the daemon gives in no configuration."""
+    """Our stream stays open; the checkpoint has IDs that the daemon gives in no configuration.
+
+    The other one's new sockets do not make the pauses short again.
+    """
     ours = {"0000:01:00.0", node.add("n150")[0].bdf}
     daemon = await start(interval=0.05)
 
-    async with kubelet_of(node, directory, version=version) as kubelet:
-        await offers(kubelet, N150, *ours)
-        async with another_plugin(kubelet, N150, "theirs"):
-            await until(lambda: "stop that plugin" in caplog.text)
-            await offers(kubelet, N150, *ours)
-            await until(lambda: state(daemon) == REGISTERED)
-            await kubelet.admit("train", "main", {N150: 2})
-
-    report = "another device plugin has registered this resource"
-    assert sum(report in line for line in caplog.messages) == 1
-
-
-async def test_plugins_that_take_a_resource_from_each_other_back_off(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """The other one's new sockets do not make the pauses short again."""
-    daemon = await start(interval=0.05)
-    async with kubelet_of(node, directory) as kubelet, contextlib.AsyncExitStack() as others:
-        await kubelet.registered(N150)
-
+    kubelet = kubelet_of(node, directory, version=version)
+    async with kubelet, contextlib.AsyncExitStack() as others:
         begin = time.monotonic()
         for number in range(4):
+            await offers(kubelet, N150, *ours)
             await until(lambda: state(daemon) == REGISTERED)
             other = another_plugin(kubelet, N150, "theirs", name=f"other-{number}.sock")
             await others.enter_async_context(other)
             await until(lambda: state(daemon) != REGISTERED)
 
-        await until(lambda: state(daemon) == REGISTERED)
+        await offers(kubelet, N150, *ours)
         first, longest = ttdp.BACKOFF
         assert time.monotonic() - begin > sum(min(first * 2**n, longest) for n in range(4))
+        await kubelet.admit("train", "main", {N150: 2})
 
-
-async def test_a_checkpoint_that_stays_behind_changes_nothing(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """A kubelet can write it late, or not at all; the list is sent once."""
-    chips = [*node.chips, *node.add("n150")]
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-    await offers(kubelet, N150, *(chip.bdf for chip in chips))
-
-    kubelet.file.path = kubelet.directory.with_name("elsewhere")
-    chips[0].vanish()
-    await offers(kubelet, N150, chips[1].bdf)
-
-    lists = len(kubelet.find("list", N150))
-    await turns(daemon, 20)
-
-    assert len(kubelet.find("list", N150)) == lists and not kubelet.find("ended", N150)
-    assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == 1
-
-
-async def test_a_checkpoint_from_before_the_registration_shows_no_other_plugin(
-    node: SimulatedNode, start: StartDaemon, directory: Path
-) -> None:
-    """It has another plugin's IDs; the kubelet does not write a newer one."""
-    daemon = await start(interval=0.05, environ=WATCHDOG)
-
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(N150)
-        async with another_plugin(kubelet, N150, "theirs"):
-            await until(lambda: "stop that plugin" in state(daemon))
-
-            kubelet.file.path = directory.with_name("elsewhere")
-            await offers(kubelet, N150, node.chips[0].bdf)
-
-            registrations = len(kubelet.find("registered"))
-            await turns(daemon, 20)
-        assert state(daemon) == REGISTERED and len(kubelet.find("registered")) == registrations
+    report = "another device plugin has registered this resource; stop that plugin"
+    assert sum(report in line for line in caplog.messages) == 4
 
 
 async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
     kubelet: Kubelet, session: Session
 ) -> None:
-    """Else an ID that we have listed ourselves, and list no longer, would be another plugin's."""
+    """Else an ID that we have listed ourselves, and list no longer, would be another plugin's.
+
+    A kubelet can write it late, or not at all.
+    """
     session.turn("a", checkpoint=1)
 
     # The list changes, and the loop makes another turn before the kubelet is sent it.
@@ -838,3 +798,43 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
         session.turn("19", checkpoint=4, has_others_ids=True)
     await until(lambda: session.state != REGISTERED)
     assert session.state.startswith("another device plugin has registered this resource")
+
+    # That one is from before the next registration.
+    await until(lambda: session.state == REGISTERED)
+    for number in range(20):
+        session.turn("19", checkpoint=4, has_others_ids=True)
+        session.turn(f"{number}", checkpoint=4, has_others_ids=True)
+        await offers(kubelet, N150, f"{number}")
+    assert session.state == REGISTERED and len(kubelet.find("registered")) == 2
+
+
+# -- work that must not be interrupted -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_that_is_completed_survives_cancellations(fails: bool) -> None:
+    """The task is cancelled after it, and the work's own error is not left unread."""
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+
+    async def work() -> None:
+        await may_end.wait()
+        has_ended.set()
+        if fails:
+            raise ZeroDivisionError
+
+    task = asyncio.create_task(ttdp.completed(work()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+
+    may_end.set()
+    await asyncio.wait({task})
+    assert task.cancelled() and has_ended.is_set()
+
+    del task
+    gc.collect()
+    assert problems == []

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -54,16 +53,6 @@ async def launch(node: SimulatedNode, directory: Path, config: Path) -> AsyncIte
         yield start
 
 
-def latest_status(service: Service) -> str:
-    statuses = [text for text in service.heard if text.startswith("STATUS=")]
-    return statuses[-1].removeprefix("STATUS=")
-
-
-def set_naming(config: Path) -> None:
-    """Name resources after the exact card."""
-    config.write_text(config.read_text().replace("[health]", 'resource_naming = "card"\n[health]'))
-
-
 async def reload(service: Service) -> str:
     """Send SIGHUP; return the notification that begins the reload, after the one that ends it."""
     service.send(signal.SIGHUP)
@@ -103,22 +92,6 @@ async def test_is_ready_without_a_kubelet(
     assert service.heard.count("READY=1") == 1
 
 
-@pytest.mark.parametrize("has_card", [False, True])
-async def test_is_ready_at_once_without_a_driver(
-    node: SimulatedNode, launch: Launch, has_card: bool
-) -> None:
-    """The status reports cards that have no driver, with the remedy."""
-    if has_card:
-        node.add("p300c")
-    node.unload_driver()
-    service = await launch()
-    await service.note("READY=1")
-    problem = "driver not loaded, 2 Tenstorrent PCI functions; run: modprobe tenstorrent"
-    nothing = "no Tenstorrent device on this node; waiting for one"
-
-    assert latest_status(service) == (problem if has_card else nothing)
-
-
 async def test_is_ready_while_a_telemetry_read_blocks(node: SimulatedNode, launch: Launch) -> None:
     """The chip is unhealthy when its read has timed out; neither start nor end waits for it."""
     node.add("n150")[0].block()
@@ -127,65 +100,6 @@ async def test_is_ready_while_a_telemetry_read_blocks(node: SimulatedNode, launc
     await service.note("READY=1")
     await service.status("1 healthy (0000:01:00.0: telemetry read timed out")
     await end_without_traceback(service)
-
-
-async def test_the_status_is_a_summary_for_operators(
-    node: SimulatedNode, launch: Launch, kubelet: Kubelet
-) -> None:
-    """It counts devices, gives the reason with the remedy, and whether they are registered."""
-    for _ in range(2):
-        node.add("n300")
-    service = await launch()
-    await service.note("STATUS=2 × tenstorrent.com/n300, 2 healthy; registered with kubelet")
-
-    node.chips[1].die()
-    reason = r"0000:02:00.0: chip does not respond .*; run: tt-device-plugin fix 0000:02:00.0"
-    form = rf"2 × tenstorrent.com/n300, 1 healthy \({reason}\); registered with kubelet"
-    assert re.fullmatch(form, await service.status("1 healthy"))
-
-    node.chips[1].revive()
-    await service.status("2 healthy")
-
-
-@pytest.mark.parametrize("has_driver", [True, False])
-async def test_no_device_is_an_error_if_that_is_configured(
-    node: SimulatedNode, launch: Launch, has_driver: bool
-) -> None:
-    """With --fail-on-init-error: status 1, and one line that reports what is missing."""
-    if not has_driver:
-        node.unload_driver()
-    service = await launch("--fail-on-init-error")
-    assert await service.ended() == 1 and "READY=1" not in service.heard
-
-    (line,) = service.said
-    assert line.endswith(f"driver {'2.10.1-pre' if has_driver else 'is not loaded'}, 0 chips")
-
-
-# -- watchdog --------------------------------------------------------------------------------------
-
-
-async def test_the_watchdog_is_fed_twice_in_its_time_whatever_the_interval_of_polls(
-    node: SimulatedNode, launch: Launch, config: Path
-) -> None:
-    """An administrator can set a shorter one; polls can be an hour apart."""
-    node.add("n150")
-    config.write_text(config.read_text().replace("0.1", "3600"))
-    service = await launch(WATCHDOG_USEC="800000")
-    await service.note("READY=1")
-    for _ in range(3):
-        await service.note("WATCHDOG=1")
-
-
-async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, launch: Launch) -> None:
-    """Polls bring WATCHDOG=1 only if systemd has set its time."""
-    (chip,) = node.add("n150")
-    service = await launch()
-    await service.note("READY=1")
-    chip.die()
-    await service.status("does not respond")
-    await service.stop()
-
-    assert "STOPPING=1" in service.heard and "WATCHDOG=1" not in service.heard
 
 
 # -- reload ----------------------------------------------------------------------------------------
@@ -198,12 +112,14 @@ async def test_a_reload_is_between_reloading_and_ready(
     node.add("p150a")
     service = await launch()
     await service.note("READY=1")
-    set_naming(config)
+    config.write_text(config.read_text().replace("[health]", 'resource_naming = "card"\n[health]'))
     before = time.monotonic_ns() // 1000
+
     match = re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=(\d+)", await reload(service))
 
     assert match and before <= int(match[1]) <= time.monotonic_ns() // 1000
-    assert "1 × tenstorrent.com/p150a" in latest_status(service)
+    statuses = [text for text in service.heard if text.startswith("STATUS=")]
+    assert statuses[-1].startswith("STATUS=1 × tenstorrent.com/p150a")
 
 
 async def test_an_unknown_variable_is_one_line_at_the_start_and_at_each_reload(
@@ -246,26 +162,6 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     assert not any(" DEBUG " in line for line in service.said)
 
 
-async def test_a_new_directory_takes_a_restart(
-    node: SimulatedNode, launch: Launch, kubelet: Kubelet, short_tmp: Path, directory: Path,
-    config: Path,
-) -> None:  # fmt: skip
-    """One line reports it; every other key takes effect, and the sockets stay where they are."""
-    node.add("n150")
-    service = await launch()
-    await service.note("READY=1")
-    elsewhere = short_tmp / "elsewhere"
-    config.write_text(f'device_plugin_dir = "{elsewhere}"\nresource_naming = "arch"\n')
-    await reload(service)
-    await kubelet.registered("tenstorrent.com/wormhole")
-
-    assert not elsewhere.exists()
-
-    await service.stop()
-    (line,) = [line for line in service.said if "needs a restart to change" in line]
-    assert line.endswith(f"device_plugin_dir needs a restart to change; still using {directory}")
-
-
 def handles_hup(pid: int) -> bool:
     """Return whether the program blocks SIGHUP or catches it; the wrapper ignores it before."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -286,25 +182,6 @@ async def test_a_reload_at_any_moment_of_the_start_ends_nothing(
         await asyncio.sleep(0.003)
     await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
     await end_without_traceback(service)
-
-
-async def test_a_reload_during_the_wait_for_the_driver_does_not_notify_readiness(
-    node: SimulatedNode, launch: Launch, config: Path
-) -> None:
-    """The kubelet is ordered after READY=1. The new settings are in force, nevertheless."""
-    (chip,) = node.add("p150a")
-    chip.unbind()
-    service = await launch()
-    await service.status(f"waiting for the driver to create a device file for {chip.bdf}")
-    set_naming(config)
-    service.send(signal.SIGHUP)
-    await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
-
-    assert not [text for text in service.heard if text.startswith(("READY", "RELOADING"))]
-
-    chip.bind()
-    await service.note("READY=1")
-    assert "tenstorrent.com/p150a" in latest_status(service)
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -340,93 +217,7 @@ async def test_it_ends_while_containers_wait_for_a_chip(
     await end_without_traceback(service)
 
 
-# -- the directory ---------------------------------------------------------------------------------
-
-
-async def test_a_directory_that_is_deleted_is_created_and_served_again(
-    node: SimulatedNode, launch: Launch, directory: Path
-) -> None:
-    """As by `kubeadm reset`."""
-    node.add("n150")
-    service = await launch(WATCHDOG_USEC="60000000")
-    await service.note("READY=1")
-    for _ in range(2):
-        await until(directory.exists)
-        turns = service.heard.count("WATCHDOG=1")
-        await until(lambda: service.heard.count("WATCHDOG=1") > turns)  # noqa: B023
-        gone = directory.rename(directory.with_name("gone"))  # at one moment
-        shutil.rmtree(gone, ignore_errors=True)
-    # Only /proc/locks can tell, as a lock of the test would end the daemon.
-    await until(directory.exists)
-
-    def is_locked() -> bool:
-        number = directory.stat().st_ino
-        return any(f":{number} " in line for line in Path("/proc/locks").read_text().splitlines())
-
-    await until(is_locked)
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o750
-    async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered(N150)
-    await end_without_traceback(service)
-
-
-@pytest.mark.parametrize("parent", ["missing", "a link to nothing"])
-async def test_it_is_ready_and_waits_for_the_kubelets_own_directory(
-    node: SimulatedNode, launch: Launch, directory: Path, parent: str
-) -> None:
-    """It does not make /var/lib/kubelet, which MicroK8s makes a link, and looks at each poll."""
-    node.add("n150")
-    own = directory.parent / "kubelet"
-    plugins = own / "device-plugins"
-    if parent == "a link to nothing":
-        own.symlink_to("snap")
-    service = await launch(TTDP_DEVICE_PLUGIN_DIR=str(plugins))
-
-    await service.note("READY=1")
-    why = "is a link to nothing" if own.is_symlink() else "does not exist"
-    assert f"no kubelet is installed ({own} {why})" in latest_status(service)
-    assert not own.exists()
-
-    if own.is_symlink():
-        own.unlink()
-    (directory.parent / "snap").mkdir()
-    own.symlink_to("snap")
-    await until(plugins.exists)
-    async with kubelet_of(node, plugins) as kubelet:
-        await kubelet.registered(N150)
-    await end_without_traceback(service)
-
-
-async def test_a_link_to_nothing_is_named_so(
-    node: SimulatedNode, launch: Launch, directory: Path
-) -> None:
-    """Not "File exists"."""
-    directory.symlink_to("nowhere")
-    service = await launch()
-    assert await service.ended() == 74
-    assert "it is a link to nothing" in "".join(service.said)
-
-
-@pytest.mark.parametrize("when", ["at start", "later"])
-async def test_a_directory_that_cannot_be_used_ends_it(
-    node: SimulatedNode, launch: Launch, directory: Path, when: str
-) -> None:
-    """Status 74, after which systemd starts it again, and one line with directory and reason."""
-    node.add("n150")
-    if when == "at start":
-        directory.write_text("")
-    service = await launch()
-    if when == "later":
-        await service.note("READY=1")
-        while not directory.is_file():  # the daemon may create it again in between
-            shutil.rmtree(directory, ignore_errors=True)
-            with contextlib.suppress(IsADirectoryError):
-                directory.write_text("")
-
-    assert await service.ended() == 74
-
-    (line,) = [line for line in service.said if " ERROR " in line]
-    assert f"{directory} cannot be used: " in line and "Traceback" not in "".join(service.said)
+# -- other daemons and managers --------------------------------------------------------------------
 
 
 async def test_a_second_daemon_ends_and_names_the_first(
@@ -452,9 +243,6 @@ async def test_a_second_daemon_ends_and_names_the_first(
     await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
 
     assert len(plugin_sockets(directory)) == 1
-
-
-# -- managers --------------------------------------------------------------------------------------
 
 
 async def test_a_manager_that_does_not_read_blocks_nothing(
