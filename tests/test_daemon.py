@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -233,6 +234,34 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
 
+async def test_the_next_turn_does_what_a_failed_one_has_not_done(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The list, the log and the files for others have a change, though the first turn failed."""
+    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
+    (chip,) = node.add("n150")
+    daemon = await start(interval=3600, cdi_dir=str(tmp_path))
+    await kubelet.registered(N150)
+    (cdi_file,) = tmp_path.glob("*.json")
+    failed: list[float] = []
+    update = daemon.daemon.sessions.update
+
+    def fail_once(resources: ttdp.Resources, *arguments: Any, **more: Any) -> None:
+        if resources[N150].problems and not failed:
+            failed.append(time.monotonic())
+            no_descriptors()
+        update(resources, *arguments, **more)
+
+    monkeypatch.setattr(daemon.daemon.sessions, "update", fail_once)
+    chip.vanish()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
+    await until(lambda: not cdi_file.exists())
+
+    assert failed
+    assert len([line for line in caplog.messages if f"{chip.bdf} (n150): unhealthy" in line]) == 1
+
+
 async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,6 +390,22 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     first = kubelet.find("list", since=restarted)[0].fields
 
     assert first["unhealthy_ids"] == [dead.bdf] and first["healthy_ids"] == [revived.bdf]
+
+
+@pytest.mark.usefixtures("ticking")
+async def test_the_state_is_not_written_while_nothing_happens(
+    node: SimulatedNode, start: StartDaemon, tmp_path: Path
+) -> None:
+    """A disk is not worn by polls; heartbeats go on meanwhile."""
+    node.add("n150")
+    daemon = await start(health=STALLS, state_dir=str(tmp_path))
+    await ready(daemon)
+    await polls(daemon, 2)
+    written = ttdp.file_stamp(str(tmp_path / "state.json"))
+
+    await polls(daemon)
+
+    assert written and ttdp.file_stamp(str(tmp_path / "state.json")) == written
 
 
 async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(
