@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
-from tests.world.simulation import RunningDaemon, kernel_errors, settings_of
+from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Kind
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
@@ -396,22 +395,11 @@ def test_a_node_that_cannot_be_looked_at_is_one_line(host: Host) -> None:
 
 
 def test_one_look_cannot_say_when_a_fault_began(host: Host) -> None:
-    """Unless the last daemon of this boot has left its time."""
+    """Unless the last daemon of this boot has left its time: see below."""
     (chip,) = host.node.add("n150")
     chip.die()
     (row,) = host.run("list", "--json").rows
     assert (row["healthy"], row["since"]) == (False, None)
-
-    with kernel_errors():
-        settings = replace(settings_of(host.node, host.plugins), state_dir=str(host.root))
-        known = ttdp.Host(settings, lambda: None)
-        known.inventory.scan(settings)
-        state = known.inventory.states[chip.bdf]
-        state.appear(state.chip.function)
-        state.fault_kind, state.since = "no_response", LONG_AGO
-        known.save_state()
-    (row,) = host.run("list", "--json", STATE_DIRECTORY=str(host.root)).rows
-    assert (row["healthy"], row["since"]) == (False, "2017-07-14T02:40:00Z")
 
 
 # -- users, and the view of a running daemon -------------------------------------------------------
@@ -592,8 +580,10 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     state.write_text(json.dumps(saved))
     await served.serve(interval=0.1, state_dir=str(served.root))
 
-    (row,) = (await served.ask("list", "--json")).rows
-    assert row["since"] == "2017-07-14T02:40:00Z"
+    alone = Host(served.root / "elsewhere", served.node, {"STATE_DIRECTORY": str(served.root)})
+    for host in (served, alone):
+        (row,) = (await host.ask("list", "--json")).rows
+        assert row["since"] == "2017-07-14T02:40:00Z"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
     assert f" (since {began}); run: " in (await served.ask("list")).below
 
