@@ -35,7 +35,6 @@ KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_i
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
         "replicas", "pods", "processes", "excluded", "since"]  # fmt: skip
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
-REGISTERED = "registered with kubelet"
 ONE_LOOK = "so this is a single look at the node"
 NOT_RUNNING = f"the service is not running, {ONE_LOOK}; run: systemctl start tt-device-plugin\n"
 
@@ -661,7 +660,7 @@ async def test_an_invalid_configuration_does_not_lead_to_other_directories(serve
     answer = await ask("check")
     assert answer.findings[:2] == [
         ("FAIL", "configuration", problem),
-        ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}"),
+        ("ok", "service", f"{ttdp.__version__} is running, registered with kubelet"),
     ]
     socket_works = f"{served.plugins}/kubelet.sock accepts connections"
     assert ("ok", "kubelet", socket_works) in answer.findings
@@ -709,20 +708,15 @@ def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
         thread.join(PATIENCE)
 
 
-ROOTS = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
     "empty": [],
     "no JSON": [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
     "no text": [b"\xff\xfe"],
     "an array": [b"[]"],
-    "null": [b"null"],
     "an object": [b"{}"],
     "nested deeply": [b"[" * 1_000_000],
     "a version that is none": [b'{"version": ["\\u001b[2J"]}'],
     "only a version": [json.dumps({"version": ttdp.__version__}).encode()],
-    "without chips": [
-        json.dumps({"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}).encode()
-    ],
     "without an end": itertools.repeat(b"[" * (1 << 20)),  # no more of it is kept than of a view
 }
 
@@ -779,8 +773,6 @@ async def test_the_service_is_asked_where_it_is(served: Served, variable: str) -
     plain = Host(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
     answer = await plain.ask("list")
     assert (answer.err, await users(plain)) == ("", ["-", "-", "-"])
-    check = await plain.ask("check")
-    assert check.findings[1] == ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}")
 
 
 @pytest.mark.parametrize(("number", "listed"), [(700, 700), (100_000, 1000)])
