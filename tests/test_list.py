@@ -323,6 +323,8 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
     assert lines[3 if chips else 0].startswith("0000:05:00.0: not supported: ")
     assert len(lines) == (5 if chips else 1)  # versions, titles, chip, this and the total
     assert ttdp.status_line(decision, {}).endswith("0000:05:00.0 is not supported")
+    logged = [line for _, line in ttdp.changes(None, decision)]
+    assert sum(line.startswith("0000:05:00.0 is not supported: ") for line in logged) == 1
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -601,6 +603,20 @@ def test_a_checkpoint_that_cannot_be_read_is_in_the_status() -> None:
     problem = f"{ttdp.CHECKPOINT} cannot be read"
     decision = decide([chip(1)], checkpoint_problem=problem)
     assert ttdp.status_line(decision, {}) == f"1 × {N150}, 1 healthy; {problem}"
+
+
+def test_the_status_names_a_resource_that_is_not_registered() -> None:
+    """If others are; else one word is enough for all of them."""
+    decision = decide([chip(1), chip(2, "p150a")])
+    devices = f"1 × {N150}, 1 healthy; 1 × {P150}, 1 healthy"
+    registered = ttdp.Registration(ttdp.Phase.REGISTERED, ttdp.REGISTERED_TEXT)
+    failed = ttdp.Registration(ttdp.Phase.FAILED, "not welcome")
+
+    status = ttdp.status_line(decision, {N150: registered, P150: failed})
+    assert status == f"{devices}; {P150} not welcome"
+
+    status = ttdp.status_line(decision, {N150: registered, P150: registered})
+    assert status == f"{devices}; registered with kubelet"
 
 
 @pytest.mark.parametrize("driver", ["2.10.1", None])
