@@ -25,7 +25,7 @@ from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
 
 DOMAIN = "tenstorrent.com"
-P300, P300C, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/p300c", f"{DOMAIN}/n150"
+P300, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/n150"
 P150, P150A = f"{DOMAIN}/p150", f"{DOMAIN}/p150a"
 FAST: dict[str, Any] = {"interval": 0.1}
 
@@ -36,19 +36,14 @@ def informed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
 
-def sharing(**entry: Any) -> dict[str, Sharing]:
-    """Return the setting that this resource is shared, without locks."""
-    return {"sharing": Sharing(lock_dir="", resources=(SharedResource(**entry),))}
+def chips_of(kubelet: Kubelet, pod: str) -> set[str]:
+    """Return the PCI addresses in the environment of a pod's container."""
+    return set(kubelet.allocation(pod, "main").envs[ttdp.ADDRESSES].split(","))
 
 
-def chips_of(kubelet: Kubelet, pod: str, container: str = "main") -> set[str]:
-    """Return the PCI addresses in a container's environment."""
-    return set(kubelet.allocation(pod, container).envs[ttdp.ADDRESSES].split(","))
-
-
-async def run_pod(kubelet: Kubelet, pod: str, resource: str = P150, **options: Any) -> None:
+async def run_pod(kubelet: Kubelet, pod: str, resource: str = P150) -> None:
     await kubelet.registered(resource)
-    await kubelet.admit(pod, "main", {resource: 1}, **options)
+    await kubelet.admit(pod, "main", {resource: 1})
     await kubelet.running(pod, "main")
 
 
@@ -250,7 +245,7 @@ async def test_processes_outside_the_former_pod_do_not_count(
     monitor = "0::/kubepods/besteffort/pod11111111-2222-3333-4444-555555555555/x"
     node.start_process(70, "0::/user.slice/session-1.scope", [str(chip.device_node)])
     node.start_process(71, monitor, [str(chip.device_node)])
-    await start(**FAST, **sharing(name="n150", replicas=2))
+    await start(**FAST, sharing=Sharing(lock_dir="", resources=(SharedResource("n150", 2),)))
     for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
         await run_pod(kubelet, pod, resource)
 
