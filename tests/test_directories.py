@@ -36,7 +36,6 @@ HUGETLBFS = ("hugepages-1G", "hugepages")
 PAGES = [f"device_0_channel_{number}_tenstorrent" for number in range(4)]  # as tt-umd names them
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
 OTHER = 1000  # a user
-BY_CDI = {"device_list_strategy": "cdi"}
 
 
 @pytest.fixture
@@ -129,7 +128,11 @@ async def test_configured_mounts_come_in_addition_or_in_the_place_of_a_directory
 
 @pytest.mark.parametrize(
     ("settings", "names"),
-    [({"hugepages": "host"}, HUGETLBFS), ({"hugepages": "none"}, ()), (BY_CDI, ())],
+    [
+        ({"hugepages": "host"}, HUGETLBFS),
+        ({"hugepages": "none"}, ()),
+        ({"device_list_strategy": "cdi"}, ()),
+    ],
     ids=["host", "none", "cdi"],
 )
 async def test_other_modes_make_no_directories(
@@ -298,14 +301,13 @@ class Witness(list[str]):
         super().append(note)
 
 
-@pytest.mark.parametrize("mode", [{"hugepages": "none"}, BY_CDI], ids=["none", "cdi"])
 async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_starts(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, mode: dict[str, str]
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """Whatever the configuration says by now. A runtime would make it 0755, for root alone."""
     daemon = await start()
     own = await run(kubelet, "train")
-    daemon.reload(**mode)
+    daemon.reload(hugepages="none")
     await until(lambda: daemon.notes.count("READY=1") == 2)
     assert mode_of(own) == 0o777
     await kubelet.power_cut()
@@ -313,26 +315,13 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     for hugetlbfs in HUGETLBFS:
         shutil.rmtree(around(node, hugetlbfs))
 
-    booted = RunningDaemon(node, settings_of(node, directory, **mode))
+    booted = RunningDaemon(node, settings_of(node, directory, hugepages="none"))
     booted.notes = witness = Witness(own)
     async with booted:
         await until(lambda: booted.notified("READY=1"))
         assert witness.mode == 0o777
         await kubelet.start()
         await kubelet.running("train", "main")
-
-
-async def test_a_directory_with_a_wrong_mode_is_put_right(
-    kubelet: Kubelet, start: StartDaemon, hurried: None
-) -> None:
-    """A runtime made it, while the daemon was not there."""
-    await start()
-    own = await run(kubelet, "train")
-    own.chmod(0o755)
-    own.parent.chmod(0o755)
-    await until(lambda: mode_of(own) == 0o777)
-
-    assert mode_of(own.parent) == 0o700
 
 
 async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
@@ -759,17 +748,21 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     assert not (parent / "open").exists()
 
 
+def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
+    """A runtime made what was missing, 0755, while the daemon was not there."""
+    (parent / "x").mkdir(mode=0o755)
+    parent.chmod(0o755)
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
+
+
 @needs_root
 def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories: Directories, parent: Path
 ) -> None:
     """If its user has made the directory its own, who else may use it is that user's choice."""
     directories.put_right(named(parent / "x"))
-    (parent / "x").chmod(0o700)
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o777
-
     os.chown(parent / "x", OTHER, OTHER)
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))

@@ -436,20 +436,6 @@ def test_a_call_whose_pod_was_deleted_is_refused(world: BookWorld) -> None:
     assert world.start(third) == "allowed"
 
 
-def test_a_call_comes_while_its_entry_is_missing_for_a_moment(world: BookWorld) -> None:
-    """An entry can be missing for 31 ms, as an older writing lands last."""
-    given = waiting_to_start(world, "pause")
-    world.write()
-    world.look()
-    world.now += ttdp.MISSING_FOR / 2
-    call = world.call(given)
-    assert [each.hold.pod for each in call.callers] == [FIRST]
-    world.write(given)
-
-    assert world.outcome(call) == "allowed"
-    assert world.running() == {FIRST}
-
-
 def test_a_pod_whose_ids_were_given_away_is_no_possible_caller(world: BookWorld) -> None:
     """Its entry is not missing for a moment, however soon the next pod's container starts."""
     former, heir = two_pods(world)
