@@ -279,6 +279,15 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
 
 
+@pytest.fixture
+async def daemon(start: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> RunningDaemon:
+    """One that looks at nothing unless something happens."""
+    for name in ("ROUND", "HELD_INTERVAL"):
+        monkeypatch.setattr(ttdp, name, 3600)
+    daemon: RunningDaemon = await start(interval=3600)
+    return daemon
+
+
 async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, bdf: str) -> None:
     """Let a pod have the first chip, and exclude that."""
     await kubelet.registered(N150)
@@ -291,13 +300,10 @@ async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, bdf: str) -> N
 
 
 async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_had_the_chip(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, kubelet: Kubelet, daemon: RunningDaemon
 ) -> None:
     """The ID leaves the list with the hold, as soon as a request shows that this has ended."""
-    for name in ("ROUND", "HELD_INTERVAL"):
-        monkeypatch.setattr(ttdp, name, 3600)
     (chip,) = node.add("n150")
-    daemon = await start(interval=3600)
     await exclude_in_use(daemon, kubelet, chip.bdf)
     assert kubelet.healthy(N150) == {chip.bdf}
 
@@ -309,13 +315,10 @@ async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_h
 
 
 async def test_a_pod_gets_another_chip_when_the_excluded_one_has_just_become_free(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, kubelet: Kubelet, daemon: RunningDaemon
 ) -> None:
     """The kubelet still has its ID in the list, and asks which of both is preferred."""
-    for name in ("ROUND", "HELD_INTERVAL"):
-        monkeypatch.setattr(ttdp, name, 3600)
     first, second = node.add("n150") + node.add("n150")
-    daemon = await start(interval=3600)
     await exclude_in_use(daemon, kubelet, first.bdf)
 
     kubelet.delete("train")
