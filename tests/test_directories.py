@@ -638,7 +638,7 @@ def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
     assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
 
 
-async def test_a_start_removes_no_directory_of_a_possible_caller(
+async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible_caller(
     dev: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its entry is missing for a moment, and no process shows that its hold is current."""
@@ -656,11 +656,16 @@ async def test_a_start_removes_no_directory_of_a_possible_caller(
     world.look()
     host.directories.put_right(world.current()[0])
     leave_pages(own)
+    former = own.with_name("former")
+    fill(own.parent, former=1)
     world.now = time.monotonic()
     world.write()
     assert not world.look()
 
-    await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
+    with half_a_minute_later():
+        await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
+
+    assert not former.exists()
     assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
