@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,9 @@ def test_list_and_check_show_it(host: Host) -> None:
     """One word in the column HEALTH, no reason, and it is no failure, even if it is dead."""
     first, second = host.node.chips
     config = host.configure(f'exclude = ["{first.bdf}"]')
+    spoils: list[Callable[[], object]] = [first.die, lambda: first.bind_to("vfio-pci")]
 
-    for spoil in (first.die, lambda: first.bind_to("vfio-pci")):
+    for spoil in spoils:
         spoil()
         answer = host.run("list", f"--config-file={config}")
         health = {row["ADDRESS"]: row["HEALTH"] for row in answer.table}

@@ -599,9 +599,14 @@ def test_a_directory_that_a_running_pod_has_is_not_emptied(world: BookWorld) -> 
 # -- the checkpoint --------------------------------------------------------------------------------
 
 
+def damage_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "disappeared": Path.unlink,
-    "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "fifo": damage_by_fifo,
     "garbage": lambda path: path.write_bytes(b"\xff\xfe"),
     "deep": lambda path: path.write_bytes(b"[" * 100_000),
     "other": lambda path: path.write_bytes(b'{"Data": {"PodDeviceEntries": 1}}'),
