@@ -859,8 +859,9 @@ def test_another_plugins_answer_under_our_domain_is_a_hold(
         answer.cdi_devices.add(name=text)
     held = Held({-1: ["0"]}, answer)
 
+    assert not parsed(Entry(FIRST, "main", "squat.ai/any", held).json()).holds
     answer.envs[ttdp.ADDRESSES] = "none"  # as text, no proof that it is ours
-    assert not parsed(Entry(FIRST, "main", "example.com/gpu", held).json()).holds
+    assert not parsed(Entry(FIRST, "main", "squat.ai/any", held).json()).holds
     holds = parsed(Entry(FIRST, "main", f"{DOMAIN}/any", held).json()).holds
     found = [({*each.chips}, each.is_ours) for each in decide(FOUND, holds=holds).holds]
     assert found == [(chips, False)]
