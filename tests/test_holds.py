@@ -375,6 +375,7 @@ def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: BookW
     theirs, ours = Entry(FIRST, "main", N150, Held({-1: ["0"]}, answer)), entry(pod=SECOND)
     world.answer(ours)
     world.write(theirs, ours)
+    world.look()
     world.make_cgroup(SECOND, "pause")
 
     for containers in ([], ["pause"], []):
