@@ -6,13 +6,14 @@ import functools
 import itertools
 import json
 import os
+import resource
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,33 +126,27 @@ async def test_configured_mounts_come_in_addition_or_in_the_place_of_a_directory
     }
 
 
-@pytest.mark.parametrize("mode", ["host", "none"])
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"hugepages": "host"}, HUGETLBFS),
+        ({"hugepages": "none"}, ()),
+        ({"device_list_strategy": "cdi"}, ()),
+    ],
+    ids=["host", "none", "cdi"],
+)
 async def test_other_modes_make_no_directories(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, mode: str
-) -> None:
-    """Containers have the host's own, or none."""
-    await start(hugepages=mode)
-    await kubelet.registered(N150)
-    await kubelet.admit("pod", "main", {N150: 1})
-    own = {f"/dev/{name}": node.root / "dev" / name for name in HUGETLBFS}
-
-    assert mounts(kubelet, "pod") == (own if mode == "host" else {})
-    assert not around(node).exists()
-
-
-async def test_with_cdi_containers_have_the_hosts_directory(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
-) -> None:
-    """One CDI file is for all containers."""
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path,
+    settings: dict[str, str], names: Iterable[str],
+) -> None:  # fmt: skip
+    """Containers have the host's own, by the one CDI file that is for all of them, or none."""
     (short_tmp / "cdi").mkdir()
-    await start(device_list_strategy="cdi", cdi_dir=str(short_tmp / "cdi"))
+    await start(**settings)
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
 
-    assert mounts(kubelet, "pod") == {}
-
-    spec = (short_tmp / "cdi" / ttdp.CDI_FILE).read_text()
-    assert f'"{node.root}/dev/hugepages-1G"' in spec and ttdp.OWN_DIRECTORY not in spec
+    assert mounts(kubelet, "pod") == {f"/dev/{name}": node.root / "dev" / name for name in names}
+    assert not around(node).exists()
 
 
 async def test_without_a_directory_allocate_is_refused_with_path_and_reason(
@@ -188,23 +183,6 @@ async def test_an_init_container_and_those_after_it_have_one_directory(
 
     assert pages_of(kubelet, "train", "side") == own
     assert sorted(path.name for path in own.iterdir()) == PAGES
-
-
-@pytest.mark.parametrize("end", ["ends", "is deleted by force"])
-async def test_a_successor_has_another_directory(
-    kubelet: Kubelet, start: StartDaemon, end: str
-) -> None:
-    """Though the checkpoint has the former pod still when its chip is given to the next one."""
-    await start()
-    former = await run(kubelet, "former")
-    kubelet.delete("former") if end == "ends" else kubelet.force_delete("former")
-    (entry,) = kubelet.file.read().entries  # type: ignore[union-attr]
-    assert entry.uid == kubelet.uid("former")
-
-    await kubelet.admit("next", "main", {N150: 1})
-    assert pages_of(kubelet, "next") != former
-    if end != "ends":
-        kubelet.end("former")
 
 
 SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
@@ -272,26 +250,6 @@ async def test_a_pod_that_waits_sees_no_page_of_its_predecessor(
     assert following != former and not any(following.iterdir())
 
 
-async def test_a_static_pod_that_returns_finds_no_page_of_its_former_life(
-    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its manifest was moved away and back: the same UID, soon after."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    await start(interval=3600)
-    former = await run(kubelet, "static", static=True)
-    leave_pages(former)
-    uid = kubelet.uid("static")
-    kubelet.force_delete("static")
-    kubelet.end("static")
-    kubelet.manager.prune()
-    kubelet.manager.write_checkpoint_now()
-    following = await run(kubelet, "static", static=True)
-
-    assert kubelet.uid("static") == uid and following != former
-    assert not any(following.iterdir())
-    assert not former.exists() or not any(former.iterdir())
-
-
 async def test_a_containers_own_files_stay_when_it_starts_again(
     kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
 ) -> None:
@@ -343,16 +301,13 @@ class Witness(list[str]):
         super().append(note)
 
 
-@pytest.mark.parametrize(
-    "mode", [{}, {"hugepages": "host"}, {"hugepages": "none"}, {"device_list_strategy": "cdi"}]
-)
 async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_starts(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, mode: dict[str, str]
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
     """Whatever the configuration says by now. A runtime would make it 0755, for root alone."""
     daemon = await start()
     own = await run(kubelet, "train")
-    daemon.reload(**mode)
+    daemon.reload(hugepages="none")
     await until(lambda: daemon.notes.count("READY=1") == 2)
     assert mode_of(own) == 0o777
     await kubelet.power_cut()
@@ -360,7 +315,7 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     for hugetlbfs in HUGETLBFS:
         shutil.rmtree(around(node, hugetlbfs))
 
-    booted = RunningDaemon(node, settings_of(node, directory, **mode))
+    booted = RunningDaemon(node, settings_of(node, directory, hugepages="none"))
     booted.notes = witness = Witness(own)
     async with booted:
         await until(lambda: booted.notified("READY=1"))
@@ -369,40 +324,13 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
         await kubelet.running("train", "main")
 
 
-async def test_a_directory_with_a_wrong_mode_is_put_right(
-    kubelet: Kubelet, start: StartDaemon, hurried: None
-) -> None:
-    """A runtime made it, while the daemon was not there."""
-    await start()
-    own = await run(kubelet, "train")
-    own.chmod(0o755)
-    own.parent.chmod(0o755)
-    await until(lambda: mode_of(own) == 0o777)
-
-    assert mode_of(own.parent) == 0o700
-
-
-async def test_the_directory_of_a_pod_that_has_ended_is_removed_with_all_that_is_in_it(
-    kubelet: Kubelet, start: StartDaemon, hurried: None
-) -> None:
-    """Without a successor; so the pages of a pod that was killed return."""
-    await start()
-    own = await run(kubelet, "train")
-    leave_pages(own)
-    (own / "a/b").mkdir(parents=True)
-    (own / "a/b/link").symlink_to("/")
-    kubelet.delete("train")
-    await until(lambda: not own.exists())
-
-
-@pytest.mark.parametrize("how", ["missing", "garbage"])
 async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
-    kubelet: Kubelet, start: StartDaemon, hurried: None, how: Any
+    kubelet: Kubelet, start: StartDaemon, hurried: None
 ) -> None:
     """Until it can be read again, it is not known which pods there are."""
     daemon = await start(interval=0.05)
     own = await run(kubelet, "train")
-    kubelet.corrupt(how)
+    kubelet.corrupt("garbage")
     await until(lambda: daemon.daemon.host.holds.problem)
     kubelet.force_delete("train")
     kubelet.end("train")
@@ -414,12 +342,11 @@ async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
     await until(lambda: not own.exists())
 
 
-@pytest.mark.parametrize("name", ["0000:01:00.0-00ff", "0000:01:00.0"])
 async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None, name: str
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None
 ) -> None:
     """The checkpoint can be late. Then it goes, whatever its name: former ones are devices'."""
-    own = around(node) / name
+    own = around(node) / "0000:01:00.0"
     own.mkdir(parents=True)
     own.parent.chmod(0o700)
     daemon = await start(interval=0.05)
@@ -592,6 +519,14 @@ def named(*paths: Path) -> Hold:
     return hold("n150", bdf(1), buses=[1])._replace(directories=tuple(map(str, paths)))
 
 
+def fill(parent: Path, **numbers: int) -> None:
+    """Make directories with so many files."""
+    for name, number in numbers.items():
+        (parent / name).mkdir()
+        for file in range(number):
+            (parent / name / str(file)).touch()
+
+
 def tidy(
     directories: Directories, *holds: Hold, now: float = 1000.0, steps: int = ttdp.STEPS
 ) -> bool:
@@ -635,29 +570,29 @@ def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, paren
     assert not any(parent.iterdir())
 
 
-def test_nothing_is_made_where_the_hosts_directory_is_gone(
-    directories: Directories, parent: Path
-) -> None:
-    """hugetlbfs is not mounted there any more: the files would be in memory."""
+def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
+    """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
+    elsewhere = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
     shutil.rmtree(parent.parent)
-    directories.put_right(named(parent / "x"))
-    assert not parent.parent.exists()
+    for path in (parent, elsewhere):
+        directories.put_right(named(path / "x"))
+        assert not path.parent.exists()
 
 
-def test_nothing_is_made_outside_the_daemons_own_directories(
-    tmp_path: Path, directories: Directories
-) -> None:
-    """A hold can be that of a daemon with another root."""
-    elsewhere = tmp_path / "elsewhere/hugepages" / ttdp.OWN_DIRECTORY / "x"
-    directories.put_right(named(elsewhere))
-    assert not elsewhere.exists()
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """Fewer than a deep tree has levels."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("depth", [300, 20_000])
 def test_a_tree_is_removed_however_deep_it_is(
-    directories: Directories, parent: Path, depth: int
+    directories: Directories, parent: Path, few_descriptors: None
 ) -> None:
     """A container can make more levels than there are descriptors, or bytes in a path."""
+    depth = 2000
     (parent / "x").mkdir()
     directory = os.open(parent / "x", os.O_RDONLY)
     for _ in range(depth):
@@ -674,20 +609,14 @@ def test_a_tree_is_removed_however_deep_it_is(
 
 def test_many_files_are_removed_in_several_turns(directories: Directories, parent: Path) -> None:
     """A turn has one budget, whatever is to be removed: the loop has other work."""
-    for name in ("one", "two"):
-        (parent / name).mkdir()
-        for number in range(1500):
-            (parent / name / str(number)).touch()
-    assert turns(directories, steps=500) == 6
+    fill(parent, one=300, two=300)
+    assert turns(directories, steps=100) == 6
     assert not any(parent.iterdir())
 
 
 def test_a_large_directory_delays_no_other_one(directories: Directories, parent: Path) -> None:
     """The one that took all steps comes last in the next turn."""
-    for name, number in {"a": 100, "b": 3, "c": 100}.items():
-        (parent / name).mkdir()
-        for file in range(number):
-            (parent / name / str(file)).touch()
+    fill(parent, a=100, b=3, c=100)
     tidy(directories, now=1000.0, steps=10)
     tidy(directories, now=1001.0, steps=10)
 
@@ -701,10 +630,7 @@ def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
     directories: Directories, parent: Path
 ) -> None:
     """The pages of the chip's former pod, whose hold is current still. Its directory stays."""
-    for name, number in {"large": 100, "left": 4}.items():
-        (parent / name).mkdir()
-        for file in range(number):
-            (parent / name / str(file)).touch()
+    fill(parent, large=100, left=4)
     for now in (1000.0, 1001.0):
         with pytest.raises(OutOfSteps):
             directories.clear([f"{parent}/large"], [f"{parent}/left"], now, Steps(10))
@@ -712,7 +638,7 @@ def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
     assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
 
 
-async def test_a_start_removes_no_directory_of_a_possible_caller(
+async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible_caller(
     dev: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its entry is missing for a moment, and no process shows that its hold is current."""
@@ -730,11 +656,16 @@ async def test_a_start_removes_no_directory_of_a_possible_caller(
     world.look()
     host.directories.put_right(world.current()[0])
     leave_pages(own)
+    former = own.with_name("former")
+    fill(own.parent, former=1)
     world.now = time.monotonic()
     world.write()
     assert not world.look()
 
-    await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
+    with half_a_minute_later():
+        await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
+
+    assert not former.exists()
     assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
@@ -822,17 +753,21 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     assert not (parent / "open").exists()
 
 
+def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
+    """A runtime made what was missing, 0755, while the daemon was not there."""
+    (parent / "x").mkdir(mode=0o755)
+    parent.chmod(0o755)
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
+
+
 @needs_root
 def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories: Directories, parent: Path
 ) -> None:
     """If its user has made the directory its own, who else may use it is that user's choice."""
     directories.put_right(named(parent / "x"))
-    (parent / "x").chmod(0o700)
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o777
-
     os.chown(parent / "x", OTHER, OTHER)
     (parent / "x").chmod(0o700)
     directories.put_right(named(parent / "x"))
@@ -885,9 +820,9 @@ def test_a_lock_directory_is_for_one_resource(lock_dir: str, path: str | None) -
     """The host's own /dev/shm is as it is; without a directory there are no common locks."""
     sharing = Sharing(lock_dir=lock_dir, resources=(SharedResource("n150", 4),))
     settings = Settings(sharing=sharing)
-    resource = decide([chip(1)], settings).resources[N150]
+    found = decide([chip(1)], settings).resources[N150]
 
-    assert ttdp.lock_path(resource, resource.devices, settings) == path
+    assert ttdp.lock_path(found, found.devices, settings) == path
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,19 @@ from tests.chips import bdf, chip, decide, hold
 from tests.commands import Host, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
-from tests.world.node import Chip, SimulatedNode
+from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.simulation import RunningDaemon
-from ttdp import ChipState, Kind, Settings, SharedResource, Sharing
+from ttdp import Chip, ChipState, Kind, Settings, SharedResource, Sharing
 
 P300, N150 = "tenstorrent.com/p300", "tenstorrent.com/n150"
+BOARD, HALF = f"{P300}-board", "tenstorrent.com/half"
 PAIR = [chip(1, "p300c", serial="A" * 16), chip(2, "p300c", serial="A" * 16, ordinal=1)]
 FOUR = [*PAIR, *(chip(bus, "p300c", serial="B" * 16, ordinal=bus) for bus in (3, 4))]
 
 
-def ids_of(decision: ttdp.Decision, name: str = P300) -> list[str]:
-    return [*decision.resource(name).devices]
+def replicas(device_id: str) -> list[str]:
+    return [f"{device_id}::{number}" for number in (0, 1)]
 
 
 def without(*buses: int, **settings: Any) -> Settings:
@@ -36,44 +37,31 @@ def without(*buses: int, **settings: Any) -> Settings:
 
 # -- what is offered -------------------------------------------------------------------------------
 
-
-def test_an_excluded_chip_is_no_device() -> None:
-    """The others of its resource are."""
-    assert ids_of(decide(FOUR, without(2))) == [bdf(1), bdf(3), bdf(4)]
-
-
-def test_with_whole_boards_the_board_is_excluded() -> None:
-    """Also if it is shared; the other board is offered."""
-    name = f"{P300}-board"
-    assert ids_of(decide(FOUR, without(2, unit="board")), name) == ["B" * 16]
-
-    sharing = Sharing(resources=(SharedResource("p300-board", 2),))
-    found = decide(FOUR, without(2, unit="board", sharing=sharing))
-    assert ids_of(found, name) == [f"{'B' * 16}::0", f"{'B' * 16}::1"]
-    assert found.offer.excluded == {bdf(1), bdf(2)}
+BOARDS: dict[str, Any] = {"unit": "board"}
+SHARED_BOARDS = {**BOARDS, "sharing": Sharing(resources=(SharedResource("p300-board", 2),))}
+TWO_SHARED = {"sharing": Sharing(resources=(SharedResource("p300", 2, "half", 2),))}
 
 
-def test_an_excluded_chip_is_not_shared_and_not_counted_in_a_selection() -> None:
-    """`devices = 2` shares two chips that are offered."""
-    sharing = Sharing(resources=(SharedResource("p300", 2, "half", 2),))
-    found = decide(FOUR, without(1, sharing=sharing))
+@pytest.mark.parametrize(
+    ("bus", "settings", "offered"),
+    [
+        (2, {}, {P300: [bdf(1), bdf(3), bdf(4)]}),
+        (2, BOARDS, {BOARD: ["B" * 16]}),
+        (2, SHARED_BOARDS, {BOARD: replicas("B" * 16)}),
+        (1, TWO_SHARED, {P300: [bdf(4)], HALF: [*replicas(bdf(2)), *replicas(bdf(3))]}),
+    ],
+    ids=["chips", "boards", "shared boards", "two shared chips"],
+)
+def test_an_excluded_chip_is_not_offered(
+    bus: int, settings: dict[str, Any], offered: dict[str, list[str]]
+) -> None:
+    """With whole boards the board is excluded. A selection by count has only what is offered."""
+    found = decide(FOUR, without(bus, **settings))
 
-    shared = [f"{bdf(bus)}::{number}" for bus in (2, 3) for number in (0, 1)]
-    assert ids_of(found, "tenstorrent.com/half") == shared
-    assert ids_of(found) == [bdf(4)]
-
-
-def test_an_id_that_a_pod_holds_stays_until_that_pod_ends() -> None:
-    """Healthy, as the pod runs on; it is not given to another one."""
-    held = hold("p300", bdf(2), buses=[2])
-
-    found = decide(FOUR, without(2), [held])
-
-    device = found.resource(P300).devices[bdf(2)]
-    assert device.is_reserved and device.reason is None
-    with pytest.raises(ttdp.RequestError, match="reserved for the pod that holds it"):
-        ttdp.check_request(found.resource(P300), [[bdf(2)]])
-    assert bdf(2) not in ids_of(decide(FOUR, without(2)))
+    assert {name: [*each.devices] for name, each in found.resources.items()} == offered
+    devices = [each for resource in found.resources.values() for each in resource.devices.values()]
+    chips = {bdf for each in devices for bdf in each.addresses}
+    assert found.offer.excluded == found.chips.keys() - chips
 
 
 def test_the_status_of_a_node_whose_chips_are_all_excluded_does_not_deny_them() -> None:
@@ -90,7 +78,7 @@ def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
     found = decide(FOUR, without(9))
 
     assert found.offer.without_effect == [f"exclude: {bdf(9)} is not a chip of this node"]
-    assert len(ids_of(found)) == 4 and not found.offer.excluded
+    assert len(found.resource(P300).devices) == 4 and not found.offer.excluded
     assert found.offer.without_effect[0] in [line for _, line in ttdp.changes(None, found)]
     assert [*ttdp.changes(found, found)] == []
 
@@ -136,21 +124,28 @@ def test_cdi_has_an_excluded_chip_by_address_only() -> None:
     assert [device["name"] for device in alone["devices"]] == [bdf(1)]
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_labels_do_not_count_it(is_held: bool) -> None:
-    """Nor while a pod holds it."""
-    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
-    found = decide(FOUR, without(2), holds)
-    assert "tenstorrent.com/p300.count=3\n" in ttdp.labels_file(found)
+@pytest.fixture(params=[False, True], ids=["free", "held"])
+def is_held(request: pytest.FixtureRequest) -> bool:
+    """Whether a pod holds the excluded chip."""
+    return bool(request.param)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_of_a_chip_out_of_service_metrics_have_only_that_it_is(is_held: bool) -> None:
-    """Neither health nor a fault, nor is its function counted, unless a pod holds the chip."""
-    dead = [chip(1), chip(2, fault=Kind.STALLED)]
+@pytest.fixture
+def found(is_held: bool) -> ttdp.Decision:
+    """Two chips, of which the second one is dead and excluded."""
     holds = [hold("n150", bdf(2), buses=[2])] if is_held else []
+    return decide([chip(1), chip(2, fault=Kind.STALLED)], without(2), holds)
 
-    found = decide(dead, without(2), holds)
+
+def test_labels_do_not_count_it(found: ttdp.Decision) -> None:
+    """Nor while a pod holds it."""
+    assert "tenstorrent.com/n150.count=1\n" in ttdp.labels_file(found)
+
+
+def test_of_a_chip_out_of_service_metrics_have_only_that_it_is(
+    found: ttdp.Decision, is_held: bool
+) -> None:
+    """Neither health nor a fault, nor is its function counted, unless a pod holds the chip."""
     metrics = ttdp.chip_metrics(found, {}) + ttdp.plugin_metrics(found, {}, Counter(), 0.0)
 
     label = f'excluded="{"false" if is_held else "true"}"'
@@ -162,18 +157,32 @@ def test_of_a_chip_out_of_service_metrics_have_only_that_it_is(is_held: bool) ->
     assert f'tt_pci_functions{{driver="tenstorrent"}} {1 + is_held}' in metrics
 
 
-@pytest.mark.parametrize("is_held", [False, True])
 def test_the_log_has_the_fault_of_an_excluded_chip_only_while_a_pod_holds_it(
-    is_held: bool,
+    found: ttdp.Decision, is_held: bool
 ) -> None:
     """It was taken out of service for that."""
-    dead = [chip(1), chip(2, fault=Kind.STALLED)]
-    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
-
-    found = decide(dead, without(2), holds)
-
     log = " ".join(text for _, text in ttdp.changes(None, found))
     assert ("unhealthy" in log) is is_held
+
+
+def view_of(decision: ttdp.Decision) -> dict[str, Any]:
+    """What `list` and `check` show, when each fault has begun long ago."""
+    states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
+    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+
+
+def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(
+    found: ttdp.Decision, is_held: bool
+) -> None:
+    """Both while a pod holds it; `excluded` is what the configuration says."""
+    _, row = view_of(found)["chips"]
+
+    assert row["excluded"] is True
+    assert row["resource"] == (N150 if is_held else None)
+    assert row["id"] == (bdf(2) if is_held else None)
+    assert row["healthy"] is (False if is_held else None)
+    assert (row["reason"] is not None) is is_held
+    assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
 
 
 def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
@@ -184,34 +193,6 @@ def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
     assert found.is_out_of_service(bdf(3))
 
 
-def view_of(decision: ttdp.Decision) -> dict[str, Any]:
-    """What `list` and `check` show, when each fault has begun long ago."""
-    states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
-    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
-
-
-def row_of(decision: ttdp.Decision, address: str) -> dict[str, Any]:
-    """The chip as `list --json` shows it."""
-    (row,) = (row for row in view_of(decision)["chips"] if row["bdf"] == address)
-    return dict(row)
-
-
-@pytest.mark.parametrize("is_held", [False, True])
-def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(is_held: bool) -> None:
-    """Both while a pod holds it; `excluded` is what the configuration says."""
-    dead = [chip(1), chip(2, fault=Kind.STALLED)]
-    holds = [hold("p300", bdf(2), buses=[2])] if is_held else []
-
-    row = row_of(decide(dead, without(2), holds), bdf(2))
-
-    assert row["excluded"] is True
-    assert row["resource"] == ("tenstorrent.com/p300" if is_held else None)
-    assert row["id"] == (bdf(2) if is_held else None)
-    assert row["healthy"] is (False if is_held else None)
-    assert (row["reason"] is not None) is is_held
-    assert row["since"] == ("2017-07-14T02:40:00Z" if is_held else None)
-
-
 def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
     """Its serial number is of no use to anybody."""
     chips = [chip(bus, "p300c", ordinal=bus) for bus in (1, 2)]
@@ -220,28 +201,26 @@ def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
 
 
 GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
+UNKNOWN = chip(2, "p300c", ordinal=1)  # a virtual machine has had it since boot
 
 
-def test_an_excluded_chip_is_not_missing_on_its_board() -> None:
-    """Another one that is not there is."""
-    assert [*ttdp.missing_chips(decide(GALAXY, without(1)))] == []
-    assert [*ttdp.missing_chips(decide(PAIR, without(2)))] == []
-    text = "only 31 of 32 chips of the Galaxy in PCI domain 0000 found"
-    assert [*ttdp.missing_chips(decide(GALAXY[:-1], without(1)))] == [text]
-
-
-def test_a_board_of_which_chips_are_missing_is_nobodys_concern_if_the_others_are_excluded() -> None:
-    """It is on its way to the vendor."""
-    text = f"only 1 of 2 chips of the board with serial {'A' * 16} found"
-    assert [*ttdp.missing_chips(decide(PAIR[:1]))] == [text]
-    assert [*ttdp.missing_chips(decide(PAIR[:1], without(1)))] == []
-
-
-def test_a_chip_without_a_serial_can_be_the_one_that_is_missing() -> None:
-    """A virtual machine has had it since boot, or its firmware is late."""
-    unknown = chip(2, "p300c", ordinal=1)
-    assert [*ttdp.missing_chips(decide([PAIR[0], unknown]))] == []
-    assert [*ttdp.missing_chips(decide([PAIR[0], unknown], without(2)))] == []
+@pytest.mark.parametrize(
+    ("chips", "excluded", "missing"),
+    [
+        (GALAXY[:-1], [1], ["only 31 of 32 chips of the Galaxy in PCI domain 0000 found"]),
+        (GALAXY, [1], []),
+        (PAIR[:1], [], [f"only 1 of 2 chips of the board with serial {'A' * 16} found"]),
+        (PAIR[:1], [1], []),
+        (PAIR, [2], []),
+        ([PAIR[0], UNKNOWN], [], []),
+        ([PAIR[0], UNKNOWN], [2], []),
+    ],
+)
+def test_an_excluded_chip_is_not_missing_on_its_board(
+    chips: list[Chip], excluded: list[int], missing: list[str]
+) -> None:
+    """Nor does a board matter that is out of service. A chip without a serial can be missing."""
+    assert [*ttdp.missing_chips(decide(chips, without(*excluded)))] == missing
 
 
 @pytest.fixture
@@ -254,9 +233,9 @@ def test_list_and_check_show_it(host: Host) -> None:
     """One word in the column HEALTH, no reason, and it is no failure, even if it is dead."""
     first, second = host.node.chips
     config = host.configure(f'exclude = ["{first.bdf}"]')
-    unchanged: Callable[[], object] = lambda: None  # noqa: E731
+    spoils: list[Callable[[], object]] = [first.die, lambda: first.bind_to("vfio-pci")]
 
-    for spoil in (unchanged, first.die, lambda: first.bind_to("vfio-pci")):
+    for spoil in spoils:
         spoil()
         answer = host.run("list", f"--config-file={config}")
         health = {row["ADDRESS"]: row["HEALTH"] for row in answer.table}
@@ -266,10 +245,6 @@ def test_list_and_check_show_it(host: Host) -> None:
         answer = host.run("check", f"--config-file={config}")
         found = [(level, text) for level, subject, text in answer.findings if subject == first.bdf]
         assert found == [("ok", "n300, excluded by the configuration")]
-
-    row, _ = host.run("list", "--json", f"--config-file={config}").rows
-    assert (row["id"], row["resource"]) == (None, None)
-    assert (row["excluded"], row["healthy"], row["reason"]) == (True, None, None)
 
 
 # -- live ------------------------------------------------------------------------------------------
@@ -306,26 +281,32 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
 
 
-async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, chip: Chip) -> None:
+@pytest.fixture
+async def daemon(start: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> RunningDaemon:
+    """One that looks at nothing unless something happens."""
+    for name in ("ROUND", "HELD_INTERVAL"):
+        monkeypatch.setattr(ttdp, name, 3600)
+    daemon: RunningDaemon = await start(interval=3600)
+    return daemon
+
+
+async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, bdf: str) -> None:
     """Let a pod have the first chip, and exclude that."""
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 1})
     await kubelet.running("train", "main")
     await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
 
-    daemon.reload(exclude=(chip.bdf,))
+    daemon.reload(exclude=(bdf,))
     await until(lambda: daemon.notes.count("READY=1") == 2)
 
 
 async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_had_the_chip(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, kubelet: Kubelet, daemon: RunningDaemon
 ) -> None:
     """The ID leaves the list with the hold, as soon as a request shows that this has ended."""
-    for name in ("ROUND", "HELD_INTERVAL"):
-        monkeypatch.setattr(ttdp, name, 3600)
     (chip,) = node.add("n150")
-    daemon = await start(interval=3600)
-    await exclude_in_use(daemon, kubelet, chip)
+    await exclude_in_use(daemon, kubelet, chip.bdf)
     assert kubelet.healthy(N150) == {chip.bdf}
 
     kubelet.delete("train")
@@ -336,14 +317,11 @@ async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_h
 
 
 async def test_a_pod_gets_another_chip_when_the_excluded_one_has_just_become_free(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, kubelet: Kubelet, daemon: RunningDaemon
 ) -> None:
     """The kubelet still has its ID in the list, and asks which of both is preferred."""
-    for name in ("ROUND", "HELD_INTERVAL"):
-        monkeypatch.setattr(ttdp, name, 3600)
     first, second = node.add("n150") + node.add("n150")
-    daemon = await start(interval=3600)
-    await exclude_in_use(daemon, kubelet, first)
+    await exclude_in_use(daemon, kubelet, first.bdf)
 
     kubelet.delete("train")
     await kubelet.admit("next", "main", {N150: 1})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,18 @@ import ttdp
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
-    half_a_minute_later,
     kubelet_of,
     polls,
     turns,
 )
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.pods import Container
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import SharedResource, Sharing
 
 DOMAIN = "tenstorrent.com"
-P300, P300C, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/p300c", f"{DOMAIN}/n150"
+P300, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/n150"
 P150, P150A = f"{DOMAIN}/p150", f"{DOMAIN}/p150a"
 FAST: dict[str, Any] = {"interval": 0.1}
 
@@ -38,25 +36,15 @@ def informed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
 
-def sharing(**entry: Any) -> dict[str, Sharing]:
-    """Return the setting that this resource is shared, without locks."""
-    return {"sharing": Sharing(lock_dir="", resources=(SharedResource(**entry),))}
+def chips_of(kubelet: Kubelet, pod: str) -> set[str]:
+    """Return the PCI addresses in the environment of a pod's container."""
+    return set(kubelet.allocation(pod, "main").envs[ttdp.ADDRESSES].split(","))
 
 
-def chips_of(kubelet: Kubelet, pod: str, container: str = "main") -> set[str]:
-    """Return the PCI addresses in a container's environment."""
-    return set(kubelet.allocation(pod, container).envs[ttdp.ADDRESSES].split(","))
-
-
-async def run_pod(kubelet: Kubelet, pod: str, resource: str = P150, **options: Any) -> None:
+async def run_pod(kubelet: Kubelet, pod: str, resource: str = P150) -> None:
     await kubelet.registered(resource)
-    await kubelet.admit(pod, "main", {resource: 1}, **options)
+    await kubelet.admit(pod, "main", {resource: 1})
     await kubelet.running(pod, "main")
-
-
-async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
-    """Wait until exactly these IDs are healthy."""
-    await kubelet.wait_for(lambda: kubelet.healthy(resource) == {*healthy})
 
 
 def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
@@ -68,83 +56,76 @@ def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
 # -- a kubelet that has forgotten pods -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["missing", "garbage", "intact"])
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, how: Any,
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """No chip is unhealthy for that. Others are preferred; a start waits for the last process."""
     monkeypatch.setattr("ttdp.START_TIMEOUT", 0.3)
-    chips = {node.add("p150a")[0].bdf for _ in range(7)}
-    pods = [f"pod-{number}" for number in range(6)]
-    running = RunningDaemon(node, settings_of(node, directory, **FAST))
-    async with kubelet_of(node, directory) as kubelet, running as daemon:
-        for pod in pods:
-            await run_pod(kubelet, pod)
-        taken = {bdf for pod in pods for bdf in chips_of(kubelet, pod)}
-        await until(lambda: len(daemon.daemon.host.holds.names) == 6)
-        await kubelet.kill()
-        if how != "intact":
-            kubelet.corrupt(how)
-        await kubelet.start()
-        started = kubelet.find("started")[-1].at
-        await kubelet.wait_for(lambda: kubelet.find("sources-ready", since=started))
+    chips = {node.add("p150a")[0].bdf for _ in range(4)}
+    pods = ["one", "two", "three"]
+    daemon = await start(**FAST)
+    for pod in pods:
+        await run_pod(kubelet, pod)
+    taken = {bdf for pod in pods for bdf in chips_of(kubelet, pod)}
+    await until(lambda: len(daemon.daemon.host.holds.names) == len(pods))
+    await kubelet.kill()
+    kubelet.corrupt("missing")
+    await kubelet.start()
+    started = kubelet.find("started")[-1].at
+    await kubelet.wait_for(lambda: kubelet.find("sources-ready", since=started))
 
-        assert kubelet.killed == [] and kubelet.healthy(P150) == chips
+    assert kubelet.killed == [] and kubelet.healthy(P150) == chips
 
-        await run_pod(kubelet, "seventh")
-        assert chips_of(kubelet, "seventh") == chips - taken
+    await run_pod(kubelet, "next")
+    assert chips_of(kubelet, "next") == chips - taken
 
-        if how == "intact":
-            return
-        kubelet.force_delete("pod-0")
-        await kubelet.admit("eighth", "main", {P150: 1})
-        await kubelet.wait_for(lambda: kubelet.find("not-started"))
-        message = kubelet.find("not-started")[0].fields["message"]
-        (holder,) = (pod for pod in pods if f"default/{pod} must end first" in message)
-        kubelet.crash(holder, "main")  # its sandbox has a process yet
-        failures = len(kubelet.find("not-started"))
-        await kubelet.wait_for(lambda: len(kubelet.find("not-started")) > failures + 2)
+    kubelet.force_delete("one")
+    await kubelet.admit("last", "main", {P150: 1})
+    await kubelet.wait_for(lambda: kubelet.find("not-started"))
+    message = kubelet.find("not-started")[0].fields["message"]
+    (holder,) = (pod for pod in pods if f"default/{pod} must end first" in message)
+    kubelet.crash(holder, "main")  # its sandbox has a process yet
+    failures = len(kubelet.find("not-started"))
+    await kubelet.wait_for(lambda: len(kubelet.find("not-started")) > failures + 2)
 
-        assert len(kubelet.find("running", since=started)) == 1
+    assert len(kubelet.find("running", since=started)) == 1
 
-        kubelet.end(holder)
-        await kubelet.running("eighth", "main")
-        lists = kubelet.find("list", P150, since=started)
+    kubelet.end(holder)
+    await kubelet.running("last", "main")
+    lists = kubelet.find("list", P150, since=started)
 
-        assert not any(event.fields["unhealthy_ids"] for event in lists)
-        assert kubelet.violations == [] and "unhealthy" not in caplog.text
+    assert not any(event.fields["unhealthy_ids"] for event in lists)
+    assert "unhealthy" not in caplog.text
 
 
 async def test_the_chip_of_a_forgotten_pod_that_has_just_ended_is_preferred(
-    node: SimulatedNode, directory: Path, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the last look at pods, in which it still ran: another pod's chip would be chosen."""
     monkeypatch.setattr("ttdp.ROUND", 3600)
     for _ in range(2):
         node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, interval=3600))
-    async with kubelet_of(node, directory) as kubelet, running:
-        for pod in ("first", "second"):
-            await run_pod(kubelet, pod)
-        before = chips_of(kubelet, "second")
-        assert before == {max(chip.bdf for chip in node.chips)}, "the lowest is the default"
+    await start(interval=3600)
+    for pod in ("first", "second"):
+        await run_pod(kubelet, pod)
+    before = chips_of(kubelet, "second")
+    assert before == {max(chip.bdf for chip in node.chips)}, "the lowest is the default"
 
-        await kubelet.kill()
-        kubelet.corrupt("missing")
-        await kubelet.start()
-        await kubelet.registered(P150)
-        await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 2)
-        kubelet.force_delete("second")
-        kubelet.end("second")
-        await kubelet.admit("third", "main", {P150: 1})
+    await kubelet.kill()
+    kubelet.corrupt("missing")
+    await kubelet.start()
+    await kubelet.registered(P150)
+    await kubelet.wait_for(lambda: len(kubelet.healthy(P150)) == 2)
+    kubelet.force_delete("second")
+    kubelet.end("second")
+    await kubelet.admit("third", "main", {P150: 1})
 
-        assert chips_of(kubelet, "third") == before
+    assert chips_of(kubelet, "third") == before
 
 
-@pytest.mark.parametrize("first", ["kubelet", "daemon"])
 async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forgotten(
-    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path, first: str
+    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path
 ) -> None:
     """They are in its state file."""
     chips = {node.add("p150a")[0].bdf for _ in range(2)}
@@ -156,41 +137,29 @@ async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forg
         await until(lambda: kubelet.uid("train") in state.read_text())
     await kubelet.kill()
     kubelet.corrupt("missing")
-    if first == "kubelet":
-        await kubelet.start()
+    await kubelet.start()
     async with RunningDaemon(node, settings):
-        if first == "daemon":
-            await kubelet.start()
         await run_pod(kubelet, "next")
         assert chips_of(kubelet, "next") == chips - held
         assert kubelet.killed == []
 
 
-@pytest.mark.parametrize("change", ["a card is missing", "sharing", "another unit"])
 async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
-    node: SimulatedNode, directory: Path, change: str
+    node: SimulatedNode, directory: Path
 ) -> None:
-    """After a reboot, whatever has changed. Kubelets of 1.35 to 1.37 would crash otherwise."""
+    """After a reboot without its card. Kubelets of 1.35 to 1.37 would crash otherwise."""
     node.add("p300c", numa_node=0)
-    changes: dict[str, Any] = {}
-    if change == "sharing":
-        changes = sharing(name="p300", replicas=2)
-    elif change == "another unit":
-        changes = {"unit": "board"}
     async with kubelet_of(node, directory, version=(1, 37), policy="best-effort") as kubelet:
         async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await run_pod(kubelet, "train", P300)
             (mine,) = kubelet.allocated(P300)
         await kubelet.power_cut()
-        if change == "a card is missing":
-            node.chip(mine).vanish()
-        async with RunningDaemon(node, settings_of(node, directory, **FAST, **changes)):
+        node.chip(mine).vanish()
+        async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await kubelet.start()
             await kubelet.registered(P300)
-            is_missing = change == "a card is missing"
 
-            assert mine in (kubelet.unhealthy(P300) if is_missing else kubelet.healthy(P300))
-            assert kubelet.violations == []
+            assert mine in kubelet.unhealthy(P300) and kubelet.violations == []
 
 
 async def test_a_kubelet_without_its_api_server_frees_nothing(
@@ -216,110 +185,31 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
     assert not ever_offered(kubelet, P150A)
 
 
-async def test_a_pod_keeps_its_name_when_another_pod_gets_its_device(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """The kubelet's List already has the next pod, its checkpoint does not yet."""
-    for _ in range(2):
-        node.add("p150a")
-    daemon = await start(**FAST)
-
-    def names() -> dict[str, str]:
-        found: dict[str, str] = daemon.daemon.host.holds.names
-        return found
-
-    await run_pod(kubelet, "first")
-    await until(lambda: kubelet.uid("first") in names())
-    kubelet.refuse_with(grpc.StatusCode.UNAVAILABLE, times=999, method="List")
-    await run_pod(kubelet, "other")
-    await polls(daemon)
-    path, kubelet.file.path = kubelet.file.path, kubelet.file.path.with_name("elsewhere")
-    kubelet.force_delete("first")
-    await kubelet.admit("next", "main", {P150: 1})
-    kubelet.faults.clear()
-    await until(lambda: kubelet.uid("other") in names())
-    assert names()[kubelet.uid("first")] == "default/first"
-    kubelet.file.path = path
-    kubelet.manager.write_checkpoint_now()
-    await until(lambda: names().get(kubelet.uid("next")) == "default/next")
-    kubelet.end("first")
-
-
 # -- the check before each start of a container ----------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["cgroupfs", "systemd", "v1"])
 async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture, layout: Any
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits for the last process, though no process has the device open, or opens it later."""
     (chip,) = node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, **FAST), WATCHDOG)
-    async with kubelet_of(node, directory, layout=layout) as kubelet, running as daemon:
-        await run_pod(kubelet, "first")
-        await until(lambda: daemon.daemon.host.holds.names)
-        chip.set_pids([])
-        kubelet.force_delete("first")
-        await kubelet.admit("second", "main", {P150: 1})
-        reason = "default/first must end first; it still runs on the device"
-        waits = f"{P150}: container start waits: {reason}"
-        await until(lambda: waits in caplog.messages)
-        kubelet.manager.write_checkpoint_now()
-        await turns(daemon)
+    daemon = await start(WATCHDOG, **FAST)
+    await run_pod(kubelet, "first")
+    await until(lambda: daemon.daemon.host.holds.names)
+    chip.set_pids([])
+    kubelet.force_delete("first")
+    await kubelet.admit("second", "main", {P150: 1})
+    reason = "default/first must end first; it still runs on the device"
+    waits = f"{P150}: container start waits: {reason}"
+    await until(lambda: waits in caplog.messages)
+    kubelet.manager.write_checkpoint_now()
+    await turns(daemon)
 
-        assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
+    assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
 
-        kubelet.end("first")
-        await kubelet.running("second", "main")
-        assert not kubelet.find("not-started") and kubelet.violations == []
-
-
-async def test_a_container_waits_for_one_that_is_being_created(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a pause process, the pod that was deleted by force has no process until later."""
-    node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, **FAST))
-    async with kubelet_of(node, directory, has_pause=False) as kubelet, running as daemon:
-        await kubelet.registered(P150)
-        kubelet.hold_creation()
-        await kubelet.admit("first", "main", {P150: 1})
-        await kubelet.wait_for(lambda: kubelet.find("creating"))
-        kubelet.force_delete("first")
-        await kubelet.admit("second", "main", {P150: 1})
-        await until(lambda: "container start waits: " in caplog.text)
-        with half_a_minute_later():
-            await polls(daemon)
-        kubelet.hold_creation(False)
-        await kubelet.running("first", "main")
-        await polls(daemon)
-
-        assert len(kubelet.find("running")) == 1
-
-        kubelet.end("first")
-        await kubelet.running("second", "main")
-        assert not kubelet.find("not-started") and kubelet.violations == []
-
-
-async def test_a_start_that_failed_delays_other_pods_for_a_limited_time(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The container was allowed to start; its process never came, and its cgroup stays."""
-    node.add("p150a")
-    running = RunningDaemon(node, settings_of(node, directory, **FAST))
-    async with kubelet_of(node, directory, has_pause=False) as kubelet, running:
-        await kubelet.registered(P150)
-        kubelet.hold_creation()
-        await kubelet.admit("first", "main", {P150: 1})
-        await kubelet.wait_for(lambda: kubelet.find("creating"))
-        kubelet.force_delete("first")
-        await kubelet.admit("second", "main", {P150: 1})
-        await until(lambda: "container start waits: " in caplog.text)
-
-        monkeypatch.setattr("ttdp.CREATED_WITHIN", 0.0)  # two minutes later
-        await kubelet.wait_for(lambda: len(kubelet.find("creating")) == 2)
-        assert not kubelet.find("not-started")
+    kubelet.end("first")
+    await kubelet.running("second", "main")
+    assert not kubelet.find("not-started")
 
 
 @pytest.mark.parametrize("has_pause", [True, False])
@@ -353,95 +243,40 @@ async def test_processes_outside_the_former_pod_do_not_count(
     monitor = "0::/kubepods/besteffort/pod11111111-2222-3333-4444-555555555555/x"
     node.start_process(70, "0::/user.slice/session-1.scope", [str(chip.device_node)])
     node.start_process(71, monitor, [str(chip.device_node)])
-    await start(**FAST, **sharing(name="n150", replicas=2))
+    await start(**FAST, sharing=Sharing(lock_dir="", resources=(SharedResource("n150", 2),)))
     for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
         await run_pod(kubelet, pod, resource)
 
     assert "container start waits" not in caplog.text
 
 
-async def test_a_container_that_starts_again_does_not_wait_for_its_own_pod(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An init container had the same device, and other containers of the pod still run."""
-    node.add("p150a")
-    await start(**FAST)
-    await kubelet.registered(P150)
-    containers = [Container("prepare", {P150: 1}, "init"), Container("main", {P150: 1})]
-    await kubelet.admit_pod("train", [*containers, Container("side", {})])
-    await kubelet.running("train", "side")
-
-    assert chips_of(kubelet, "train") == chips_of(kubelet, "train", "prepare")
-
-    for _ in range(3):
-        crashed = time.monotonic()
-        kubelet.crash("train", "main")
-        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
-    assert "container start waits" not in caplog.text
-
-
 # -- chips that a pod holds under another name -----------------------------------------------------
 
-BEFORE: dict[str, Any] = {
-    "resource_naming": "board",
-    "unit": "chip",
-    "resource_domain": DOMAIN,
-    "sharing": Sharing(lock_dir=""),
-}
-CHANGES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str, int]] = {
-    # before, what the pod asks for, after, its chip's resource then, free IDs of that
-    "another naming": ({}, P300, {"resource_naming": "card"}, P300C, 3),
-    "another domain": ({}, P300, {"resource_domain": "example.org"}, "example.org/p300", 3),
-    "chip to board": ({}, P300, {"unit": "board"}, f"{P300}-board", 1),
-    "board to chip": ({"unit": "board"}, f"{P300}-board", {}, P300, 2),
-    "to shared": ({}, P300, sharing(name="p300", replicas=2), P300, 6),
-    "from shared": (sharing(name="p300", replicas=2), P300, {}, P300, 3),
-    "renamed": ({}, P300, sharing(name="p300", replicas=3, rename="third"), f"{DOMAIN}/third", 9),
-}
 
-
-@pytest.mark.parametrize(
-    ("change", "how"),
-    [*((change, "a reload") for change in CHANGES), ("chip to board", "both restart")],
-)
 async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
-    node: SimulatedNode, kubelet: Kubelet, directory: Path, change: str, how: str
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
     """The pod's own ID stays healthy; the other one is free soon after the pod has ended."""
-    before, old, after, new, free = CHANGES[change]
+    boards = f"{P300}-board"
     for _ in range(2):
         node.add("p300c")
-    settings = settings_of(node, directory, **FAST, **(BEFORE | before))
-    daemon = await RunningDaemon(node, settings).__aenter__()
-    await run_pod(kubelet, "train", old)
-    (mine,) = kubelet.allocated(old)
-    held = chips_of(kubelet, "train")
-    if how == "a reload":
-        daemon.reload(**(BEFORE | after))
-    else:
-        await daemon.__aexit__()
-        await kubelet.restart()
-        settings = settings_of(node, directory, **FAST, **(BEFORE | after))
-        daemon = await RunningDaemon(node, settings).__aenter__()
-    try:
-        await kubelet.wait_for(lambda: len(kubelet.healthy(new) - {mine}) == free)
-        await kubelet.wait_for(lambda: mine in kubelet.healthy(old))
-        reason = f"held until default/train ends (as {old} {mine})"
-        await until(lambda: reason in "".join(daemon.notes))
-        for number in range(free):
-            await kubelet.admit(f"other-{number}", "main", {new: 1})
-            assert not chips_of(kubelet, f"other-{number}") & held
+    daemon = await start(**FAST)
+    await run_pod(kubelet, "train", P300)
+    (mine,) = kubelet.allocated(P300)
+    daemon.reload(unit="board")
+    await kubelet.wait_for(lambda: len(kubelet.healthy(boards)) == 1)
+    await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine})
+    reason = f"held until default/train ends (as {P300} {mine})"
+    await until(lambda: reason in "".join(daemon.notes))
+    await kubelet.admit("other", "main", {boards: 1})
+    with pytest.raises(AdmissionError):
+        await kubelet.admit("unlucky", "main", {boards: 1})
 
-        with pytest.raises(AdmissionError):
-            await kubelet.admit("unlucky", "main", {new: 1})
+    kubelet.delete("train")
+    await kubelet.wait_for(lambda: not kubelet.unhealthy(boards))
+    await kubelet.admit("heir", "main", {boards: 1})
 
-        kubelet.delete("train")
-        await kubelet.wait_for(lambda: not kubelet.unhealthy(new))
-        await kubelet.admit("heir", "main", {new: 1})
-
-        assert chips_of(kubelet, "heir") & held
-    finally:
-        await daemon.__aexit__()
+    assert mine in chips_of(kubelet, "heir")
 
 
 async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
@@ -482,32 +317,44 @@ async def test_polls_cost_the_kubelet_nothing(
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)
 
     kubelet.complete("train")
-    await offers(kubelet, P150A, chip.bdf)
+    await kubelet.wait_for(lambda: kubelet.healthy(P150A) == {chip.bdf})
 
 
-@pytest.mark.parametrize("how", ["slow", "refused", "garbage", "missing"])
+def rejects(kubelet: Kubelet) -> None:
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    kubelet.refuse_with(code, "rejected by rate limit", times=999, method="List")
+
+
+def is_away(kubelet: Kubelet) -> None:
+    (kubelet.directory.parent / "pod-resources/kubelet.sock").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda kubelet: kubelet.hang(30, method="List", times=999),
+        lambda kubelet: kubelet.garble(times=999),
+        rejects,
+        is_away,
+    ],
+    ids=["slow", "garbage", "refused", "missing"],
+)
 async def test_nothing_depends_on_the_pod_resources_api(
-    node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Kubelet], object],
+) -> None:  # fmt: skip
     """Without names, one line reports that; the pod's chip is withheld, and its end is seen."""
     (chip,) = node.add("p150a")
-    served = None if how == "missing" else directory.parent / "pod-resources/kubelet.sock"
-    async with kubelet_of(node, directory, pod_resources=served) as kubelet:
-        if how == "slow":
-            kubelet.hang(30, method="List", times=999)
-        elif how == "refused":
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            kubelet.refuse_with(code, "rejected by rate limit", times=999, method="List")
-        elif how == "garbage":
-            kubelet.garble(times=999)
-        async with RunningDaemon(node, settings_of(node, directory, **FAST)) as daemon:
-            await run_pod(kubelet, "train")
-            daemon.reload(resource_naming="card")
-            await kubelet.registered(P150A)
-            await until(lambda: f"held until pod {kubelet.uid('train')} ends" in caplog.text)
-            await until(lambda: "cannot get pod names" in caplog.text)
-            assert not ever_offered(kubelet, P150A)
-            kubelet.remove_pod("train")
-            await offers(kubelet, P150A, chip.bdf)
+    spoil(kubelet)
+    daemon = await start(**FAST)
+    await run_pod(kubelet, "train")
+    daemon.reload(resource_naming="card")
+    await kubelet.registered(P150A)
+    await until(lambda: f"held until pod {kubelet.uid('train')} ends" in caplog.text)
+    await until(lambda: "cannot get pod names" in caplog.text)
+    assert not ever_offered(kubelet, P150A)
+    kubelet.remove_pod("train")
+    await kubelet.wait_for(lambda: kubelet.healthy(P150A) == {chip.bdf})
+    await daemon.stop()
 
     assert sum("cannot get pod names" in line for line in caplog.messages) == 1

@@ -26,13 +26,12 @@ def entry(
     resource: str = N150,
     ids: Iterable[str] = (),
     directory: Path | None = None,
-    **settings: Any,
 ) -> Entry:
     """What the kubelet writes of an answer; ids: the chips' addresses, unless they are given."""
     chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
     mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
     name = f"{chips[0].bdf}-{container}-{pod}"
-    answer = ttdp.container_edits(chips, {}, Settings(**settings), mounts, name)
+    answer = ttdp.container_edits(chips, {}, Settings(), mounts, name)
     held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
     return Entry(pod, container, resource, held)
 
@@ -136,3 +135,11 @@ class BookWorld:
 
     def start(self, given: Entry) -> str | set[str]:
         return self.outcome(self.call(given))
+
+    def run(self, given: Entry) -> None:
+        """Answer for a pod that is the only one in the checkpoint then, and run its container."""
+        self.answer(given)
+        self.write(given)
+        self.make_cgroup(given.uid, "pause")
+        self.start(given)
+        self.make_cgroup(given.uid, "pause", given.container)
