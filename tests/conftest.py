@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import ttdp
+from generated import deviceplugin_pb2_grpc as rpc
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import until, workspace
@@ -25,6 +27,14 @@ def plugin_sockets(directory: Path) -> list[str]:
     """Return the names of the sockets in the device plugin directory, except the kubelet's."""
     names = [path.name for path in directory.iterdir() if path.is_socket()]
     return [name for name in names if name != "kubelet.sock"]
+
+
+@contextlib.asynccontextmanager
+async def client(directory: Path, name: str | None = None) -> AsyncIterator[Any]:
+    """A client of the daemon's socket of this name, or of its only one."""
+    path = directory / (name or plugin_sockets(directory)[0])
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        yield rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
 
 
 def no_descriptors(*_: object, **__: object) -> int:

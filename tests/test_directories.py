@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 import ttdp
+from generated import deviceplugin_pb2 as pb
 from tests.chips import bdf, chip, decide, hold
-from tests.conftest import StartDaemon, half_a_minute_later, polls
+from tests.conftest import StartDaemon, client, half_a_minute_later, polls
 from tests.world.book import BookWorld, entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
@@ -204,6 +205,28 @@ async def test_containers_that_share_a_device_have_one_directory(
     kubelet.delete("two")
     kubelet.delete("three")
     await until(lambda: not shared.exists())
+
+
+async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not by the last look at pods, in which it still ran: its pages are in there."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600)
+    daemon = await start(interval=3600, sharing=SHARED)
+    former = await run(kubelet, "one")
+    leave_pages(former)
+    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    kubelet.delete("one")
+    await until(lambda: not [*node.root.glob("sys/fs/cgroup/**/pod*")])
+
+    async with client(directory) as plugin:
+        container = pb.ContainerAllocateRequest(devices_ids=[f"{bdf(1)}::0"])
+        answer = await plugin.Allocate(pb.AllocateRequest(container_requests=[container]))
+
+    paths = [Path(each.host_path) for each in answer.container_responses[0].mounts]
+    (given,) = (path for path in paths if path.parent == former.parent)
+    assert given != former and not any(given.iterdir())
 
 
 # -- a successor finds the node's pages free -------------------------------------------------------

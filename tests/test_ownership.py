@@ -212,6 +212,26 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     assert not kubelet.find("not-started")
 
 
+async def test_a_pod_that_is_deleted_while_its_container_waits_starts_none(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kubelet does not cancel the call, and gives the chip to the next pod."""
+    node.add("p150a")
+    await start(**FAST)
+    await run_pod(kubelet, "first")
+    kubelet.force_delete("first")
+    await kubelet.admit("second", "main", {P150: 1})
+    await until(lambda: "container start waits" in caplog.text)
+
+    kubelet.force_delete("second")
+    await kubelet.admit("third", "main", {P150: 1})
+    await until(lambda: "container start delayed: the pod was deleted" in caplog.text)
+    kubelet.end("first")
+    await kubelet.running("third", "main")
+
+    assert [event.fields["pod"] for event in kubelet.find("running")] == ["first", "third"]
+
+
 @pytest.mark.parametrize("has_pause", [True, False])
 @pytest.mark.parametrize("keeps_cgroup", [True, False])
 async def test_an_ordinary_hand_over_waits_for_nothing(

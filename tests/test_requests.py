@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc as rpc
-from tests.conftest import StartDaemon, plugin_sockets
+from tests.conftest import StartDaemon, client, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -35,14 +34,6 @@ def node(node: SimulatedNode) -> SimulatedNode:
     node.add("n150")
     node.add("n150")
     return node
-
-
-@contextlib.asynccontextmanager
-async def caller(directory: Path, name: str | None = None) -> AsyncIterator[Any]:
-    """A client of the daemon's socket of this name, or of its only one."""
-    path = directory / (name or plugin_sockets(directory)[0])
-    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-        yield rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def refusal(call: Awaitable[object]) -> tuple[str, str]:
@@ -123,7 +114,7 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
     await until(lambda: f"{status}; {problem}" in daemon.notes)
 
     assert caplog.messages.count(problem) == 1
-    async with caller(directory) as stub:
+    async with client(directory) as stub:
         assert await refusal(stub.Allocate(allocation([chip.bdf]))) == ("UNAVAILABLE", problem)
 
     daemon.forget_notes()
@@ -194,7 +185,7 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
         return genuine(settings, function)
 
     async def is_granted(socket_name: str) -> bool:
-        async with caller(directory, socket_name) as stub:
+        async with client(directory, socket_name) as stub:
             try:
                 await stub.Allocate(allocation([chip.bdf]))
             except grpc.aio.AioRpcError:
@@ -227,7 +218,7 @@ async def test_a_refusal_names_the_device(
     node.on_uevent = None
     node.chips[1].device_node.unlink()
 
-    async with caller(directory) as stub:
+    async with client(directory) as stub:
         for call, code, device in (
             (stub.Allocate(allocation([NINE])), "NOT_FOUND", NINE),
             (stub.Allocate(allocation([gone])), "FAILED_PRECONDITION", gone),
@@ -302,7 +293,7 @@ async def test_a_request_for_thousands_of_containers_keeps_no_other_call_waiting
         request = preference([ids[0]], 1)
         request.container_requests.extend([request.container_requests[0]] * 2000)
 
-    async with caller(directory) as stub:
+    async with client(directory) as stub:
         call = asyncio.ensure_future(getattr(stub, method)(request))
         for _ in range(3):
             await stub.Allocate(allocation(ids[:1]))

@@ -25,6 +25,7 @@ from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
+    client,
     kubelet_of,
     no_descriptors,
     plugin_sockets,
@@ -68,9 +69,7 @@ async def offers(kubelet: Kubelet, resource: str, *healthy: str) -> None:
 @contextlib.asynccontextmanager
 async def tool(directory: Path, *, asks_first: bool = False) -> AsyncIterator[None]:
     """A debugging tool with a stream; `asks_first`: for the options, as a kubelet does."""
-    (socket_name,) = plugin_sockets(directory)
-    async with grpc.aio.insecure_channel(f"unix:{directory}/{socket_name}") as channel:
-        stub = rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+    async with client(directory) as stub:
         if asks_first:
             await stub.GetDevicePluginOptions(pb.Empty())
         stream = stub.ListAndWatch(pb.Empty())
