@@ -274,7 +274,7 @@ async def test_processes_outside_the_former_pod_do_not_count(
 
 
 async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The pod's own ID stays healthy; the other one is free soon after the pod has ended."""
     boards = f"{P300}-board"
@@ -297,6 +297,8 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
     await kubelet.admit("heir", "main", {boards: 1})
 
     assert mine in chips_of(kubelet, "heir")
+    lines = [line for line in caplog.messages if "withheld" in line]
+    assert len(lines) == 2 and reason in lines[0] and "is no longer withheld" in lines[1]
 
 
 async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
