@@ -454,8 +454,7 @@ class Kubelet(_Running):
             await server.start()
 
     async def stop(self) -> None:
-        """Stop in an orderly manner, as no released kubelet does; they exit as if killed."""
-        await self.manager.plugins.disconnect_all()
+        """End it for good, without a `kubelet.sock`."""
         await self._end()
         self.socket.unlink(missing_ok=True)
         self.log.record("stopped")

@@ -389,9 +389,9 @@ class Chip:
 class SimulatedNode:
     """A machine's device tree under `root`, and the operations on it.
 
-    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre"), which is loaded. The cards of a capture
-    have the attributes that they had with it, and those that are added have all of 2.10. `numbers`
-    are (major, minor) by ordinal instead of the default (245:N, or the borrowed ones of "link").
+    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre"), which is loaded. A captured card has
+    the attributes that it had with it, and one that is added has all of 2.10. `numbers` are (major,
+    minor) by ordinal instead of the default (245:N, or the borrowed ones of "link").
     `links=False`: without our package's udev rule there are no by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
