@@ -400,18 +400,6 @@ def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip)
     assert read_telemetry(function) == Telemetry(error=ReadError("tenstorrent!0", errno.ENODEV))
 
 
-def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: SimulatedNode) -> None:
-    """A name of before leads nowhere."""
-    first, second = node.add("n150") + node.add("n150")
-    before = function_of(first)
-
-    node.swap_ordinals(first.bdf, second.bdf)
-
-    assert read_telemetry(before).identity == Identity()
-    asic_id = second.telemetry["tt_asic_id"]
-    assert read_telemetry(function_of(second)).identity.asic_id == asic_id
-
-
 # -- sensors ---------------------------------------------------------------------------------------
 
 LINK = {"current_link_width", "max_link_width", "max_link_speed"}
@@ -429,26 +417,20 @@ def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
     [
         ("current_link_speed", "2.5 GT/s PCIe", 2.5e9),
         ("current_link_speed", "5 GT/s", 5e9),  # before Linux 5.8
-        ("current_link_speed", "64.0 GT/s PCIe", 64e9),
         ("current_link_speed", "Unknown", None),
-        ("current_link_width", "4", 4),
         ("current_link_width", "63", None),  # all ones of its six bits
         ("aer_dev_correctable", "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7", 7),
         ("aer_dev_fatal", "Undefined 1\nTOTAL_ERR_FATAL 12", 12),
         ("aer_dev_nonfatal", "Undefined 1", None),
         ("power1_input", "0", 0),
         ("power1_max", "4293967295", 4293.967295),  # one less than a dead chip's
-        ("curr1_input", "12500", 12.5),
-        ("fan1_input", "1800", 1800),
-        ("tt_aiclk", "1000", 1e9),
         ("in0_max", "65535", None),  # all ones of its 16 bits
-        ("in0_max", "900", 0.9),
     ],
 )
 def test_sensors_are_read_as_the_kernel_writes_them(
     chip: Chip, attribute: str, text: str, value: float | None
 ) -> None:
-    """Speeds with their unit, errors by their sum, all others by the unit of their attribute."""
+    """Speeds with their unit, errors by their sum; values that mean nothing are none."""
     chip.write(attribute, f"{text}\n".encode())
 
     assert read_sensors(function_of(chip)).get(attribute) == pytest.approx(value)
@@ -550,8 +532,6 @@ def test_odd_names_of_class_devices_are_ignored(chip: Chip) -> None:
     [
         (b"2.10.1\n", "2.10.1"),
         (b"2.10\x1b[2J", r"2.10\x1b[2J"),
-        ("2.10\u202e".encode(), r"2.10\u202e"),
-        (b"2\n10", r"2\n10"),
         (b"2.1\xff", "2.1\ufffd"),
         (None, "unknown"),
     ],
@@ -574,12 +554,13 @@ def test_any_module_can_have_any_version(
 
 
 def test_a_chip_is_followed_by_its_address(node: SimulatedNode) -> None:
-    """After a renumbering, a reading from before is dropped."""
+    """After a renumbering, its former name leads nowhere; a reading from before is dropped."""
     first, second = node.add("n150") + node.add("n150")
     inventory = Inventory({})
     before = look(inventory, node)[first.bdf]
 
     node.swap_ordinals(first.bdf, second.bdf)
+    assert read_telemetry(before.function).identity == Identity()
     inventory.scan(settings(node))
     late = Telemetry(Identity(asic_id="E" * 16))
     inventory.apply([Reading(before.function, late, 0.0)], HealthSettings())
