@@ -239,7 +239,7 @@ def test_a_value_that_is_missing_takes_no_other_with_it(
     if instead == "ENODATA":
         chip.fail(attribute, "ENODATA")
     else:
-        chip.write(attribute, dead_value(attribute, "").encode())
+        chip.write(attribute, dead_value(attribute).encode())
 
     with kernel_errors():
         found = read_telemetry(function)

@@ -81,21 +81,19 @@ def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> byte
     return "".join(f"{line}\0" for line in lines).encode()
 
 
-def dead_value(name: str, healthy: str = "") -> str:
+def dead_value(name: str) -> str:
     """Return the value of an attribute when every register of the chip reads all ones.
 
     Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
     others follow from the same arithmetic (32 bits: mV unchanged, mA and limits in thousandths),
-    tt_eth_fw_ver from its bit fields 8.4.12. Names and labels keep their `healthy` value.
+    tt_eth_fw_ver from its bit fields 8.4.12.
     """
     special = {
-        "name": healthy, "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+        "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
         "tt_eth_fw_ver": "255.15.4095", "temp1_input": "65535999", "temp1_max": "4294966296",
         "curr1_input": "4294966296", "curr1_max": "4294966296", "power1_input": "4293967296",
         "power1_max": "4293967296",
     }  # fmt: skip
-    if name.endswith("_label"):
-        return healthy
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
 
 
@@ -244,17 +242,11 @@ class Chip:
 
     # The firmware
 
-    @property
-    def beats(self) -> bool:
-        """Whether the heartbeat can advance: not a dead, resetting or blocked chip's."""
+    def beat(self) -> None:
+        """Advance the heartbeat, if it can: not a dead, resetting or blocked chip's."""
         is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
-        return is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden
-
-    def beat(self, n: int = 1) -> None:
-        """Advance the heartbeat, if it can."""
-        if self.beats:
-            value = int(self.telemetry["tt_heartbeat"]) + n
-            self._set(self.telemetry, "tt_heartbeat", str(value & 0xFFFFFFFF))
+        if is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden:
+            self._count("tt_heartbeat")
 
     def freeze(self) -> None:
         """Stop the firmware: the ticker leaves the heartbeat alone, all else is as before."""
@@ -263,13 +255,12 @@ class Chip:
     def thaw(self) -> None:
         self.frozen = False
 
-    def trip(self, n: int = 1) -> None:
-        """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
-        trips = int(self.telemetry["tt_therm_trip_count"]) + n
-        self._set(self.telemetry, "tt_therm_trip_count", str(trips))
+    def trip(self) -> None:
+        """Count a thermal trip (Blackhole only)."""
+        self._count("tt_therm_trip_count")
 
-    def _set(self, group: dict[str, str], name: str, value: str) -> None:
-        group[name] = value
+    def _count(self, name: str) -> None:
+        self.telemetry[name] = str(int(self.telemetry[name]) + 1)
         if self.hwmon is not None:
             self.show(name)
 
@@ -329,7 +320,7 @@ class Chip:
             raise ValueError(f"{self.bdf} is there")
         self.condition = "healthy"
         if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
-            self.telemetry["tt_heartbeat"] = str(int(self.telemetry["tt_heartbeat"]) + 1)
+            self._count("tt_heartbeat")
         self.pci["driver_override"] = "(null)"
         self.node.chips.remove(self)
         self.node.chips.append(self)
@@ -377,8 +368,8 @@ class Chip:
             self.by_pci.symlink_to(target)
 
     def set_pids(self, pids: Iterable[int | str]) -> None:
-        """Set who has the device file open, if the driver shows it; 0: of another namespace."""
-        if self.ordinal is not None and self.pids.exists():
+        """Set who has the device file open, if there is one; 0: of another namespace."""
+        if self.ordinal is not None:
             put(self.pids, "\n".join(map(str, pids)))
 
 
@@ -638,21 +629,21 @@ class SimulatedNode:
         """Remove a process: it has closed what it had open."""
         remove(self.root / f"proc/{pid}")
         for chip in self.chips:
-            if chip.ordinal is not None and chip.pids.exists():
+            if chip.ordinal is not None:
                 chip.set_pids([p for p in chip.pids.read_text().split() if p != str(pid)])
 
     def _opened(self, node: str) -> Chip | None:
         """Return the chip that a path leads to, or that a CDI name stands for."""
         for chip in self.chips:
             if chip.bdf == node.rpartition("=")[2]:
-                return chip if chip.ordinal is not None and chip.pids.exists() else None
+                return chip if chip.ordinal is not None else None
         path = Path(node)
         path.lstat()
         while path.is_symlink() and path.parent.name.startswith("by-"):
             path = Path(os.path.normpath(path.parent / path.readlink()))
             path.lstat()
         for chip in self.chips if path.parent.name == "tenstorrent" else ():
-            if str(chip.ordinal) == path.name and chip.pids.exists():
+            if str(chip.ordinal) == path.name:
                 return chip
         return None
 

@@ -133,10 +133,10 @@ async def test_a_wrong_list_is_a_violation(
 @pytest.mark.parametrize("preference", [["a"], ["a", "z"], ["a", "a"], ["a", "b", "c"]])
 async def test_a_wrong_preference_is_a_violation(directory: Path, preference: list[str]) -> None:
     """Too few, too many or unknown IDs are reported; the container still gets its number."""
-    options = {"get_preferred_allocation_available": True}
+    three = [A, B, device("c")]
     async with (
         Kubelet(directory) as kubelet,
-        listed_plugin(kubelet, A, B, device("c"), **options) as plugin,
+        listed_plugin(kubelet, *three, get_preferred_allocation_available=True) as plugin,
     ):
         plugin.preference = preference
         plugin.permissions = "rwx"
