@@ -42,7 +42,6 @@ from tests.world.devicemanager import (
     Allocation,
     ContainerDevices,
     DeviceManager,
-    Panic,
     check_fit,
 )
 from tests.world.eventlog import Event, EventLog
@@ -51,7 +50,7 @@ from tests.world.plugins import Config, Failure, Policy, rpc
 from tests.world.pods import Container, Judge, Layout, Pod, Pods, Runtime, Worker
 from tests.world.processes import PATIENCE
 
-__all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
+__all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet"]
 
 Method = Literal["Register", "List"]
 T = TypeVar("T")
@@ -410,7 +409,6 @@ class Kubelet(_Running):
         self._former: set[str] = set()  # resources of the former life
         self._admission = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
-        self._dying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Kubelet:
         await self.start()
@@ -479,8 +477,6 @@ class Kubelet(_Running):
 
     async def _end(self) -> None:
         self.alive = False
-        if self._dying and self._dying is not asyncio.current_task():
-            await asyncio.wait({self._dying})
         if self._learning:
             self._learning.cancel()
             await asyncio.wait({self._learning})
@@ -490,17 +486,6 @@ class Kubelet(_Running):
         self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
-
-    def _panic(self, panic: Panic) -> asyncio.Task[None]:
-        """Die of a nil dereference; returns the task that ends when it is dead."""
-        self.alive = False
-        self.log.violation(f"the kubelet panics: {panic}")
-        self.log.record("panicked", message=str(panic))
-        self._learning, learning = None, self._learning  # it may be what panics
-        if learning and learning is not asyncio.current_task():
-            learning.cancel()
-        self._dying = asyncio.create_task(self._end())
-        return self._dying
 
     async def drop_streams(self, resource: str | None = None) -> None:
         """Break the connections to plugins from this side, as after an error on a stream."""
@@ -557,7 +542,7 @@ class Kubelet(_Running):
                     await self._admit(pod, list(pod.containers), running)
             except AdmissionError:
                 continue
-            except (Panic, KubeletDied):
+            except KubeletDied:
                 return
 
     # Admission
@@ -616,9 +601,6 @@ class Kubelet(_Running):
                     devices = ContainerDevices(manager, pod, container, name in running)
                     admitted[name] = await devices.admit()
                 check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
-            except Panic as panic:
-                await self._panic(panic)
-                raise
             except AdmissionError as error:
                 if self.manager is not manager or not self.alive:
                     raise KubeletDied(str(error)) from error
@@ -640,11 +622,7 @@ class Kubelet(_Running):
         pod.over = pod.rejected = True
 
     async def _prepare(self, pod: Pod, container: Container) -> Allocation:
-        try:
-            return await ContainerDevices(self.manager, pod, container).prepare()
-        except Panic as panic:
-            self._panic(panic)
-            raise Failure(str(panic)) from panic
+        return await ContainerDevices(self.manager, pod, container).prepare()
 
 
 # ---------------------------------------------------------------------------------- services
