@@ -9,9 +9,10 @@ of pods, checkpoints and restarts, tests.e2e says of the originals.
 Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
-the alignment of devices by the Topology Manager, the removal of a resource five minutes after its
-plugin has gone, annotations, GetAllocatableResources, and the second Allocate for a container whose
-devices are lost and whose plugin does not require PreStartContainer.
+the alignment of devices by the Topology Manager, the crash by an ID that is not listed (it is a
+violation here), the removal of a resource five minutes after its plugin has gone,
+GetAllocatableResources, and the second Allocate for a container whose devices are lost and whose
+plugin does not require PreStartContainer.
 """
 
 from __future__ import annotations
