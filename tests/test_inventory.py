@@ -220,16 +220,11 @@ def test_a_chip_without_telemetry_is_dead_if_its_configuration_space_is(
     assert read_telemetry(function) == telemetry
 
 
-LIVING = [
-    name for name in capture_names() if name[:6] != "galaxy" and "temp1_input" in str(shown(name))
-]
-
-
-@pytest.mark.parametrize("name", LIVING)
+@pytest.mark.parametrize("name", ["n150-p150a", "n150-p150a-kmd-1.34"])
 def test_all_ones_are_no_telemetry(name: str) -> None:
-    """For each captured chip: no identity, no temperature, no count."""
+    """No identity, no temperature, no count, whichever attributes the driver has."""
     with simulated(name) as node:
-        for chip in node.chips[:4]:
+        for chip in node.chips:
             chip.die()
             assert read_telemetry(function_of(chip)) == Telemetry(all_ones=True)
 
@@ -245,7 +240,7 @@ def test_a_value_that_is_missing_takes_no_other_with_it(
     if instead == "ENODATA":
         chip.fail(attribute, "ENODATA")
     else:
-        chip.write(attribute, dead_value(attribute, "").encode())
+        chip.write(attribute, dead_value(attribute).encode())
 
     with kernel_errors():
         found = read_telemetry(function)
@@ -345,8 +340,6 @@ def test_garbage_in_attributes_never_raises(
     ("attribute", "error"),
     [
         ("tt_heartbeat", "ENODATA"),
-        ("tt_heartbeat", "ENODEV"),
-        ("tt_heartbeat", "EIO"),
         ("temp1_input", "EIO"),
         ("tt_therm_trip_count", "EACCES"),
     ],
@@ -408,18 +401,6 @@ def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip)
     assert read_telemetry(function) == Telemetry(error=ReadError("tenstorrent!0", errno.ENODEV))
 
 
-def test_a_read_after_a_renumbering_does_not_reach_the_other_chip(node: SimulatedNode) -> None:
-    """A name of before leads nowhere."""
-    first, second = node.add("n150") + node.add("n150")
-    before = function_of(first)
-
-    node.swap_ordinals(first.bdf, second.bdf)
-
-    assert read_telemetry(before).identity == Identity()
-    asic_id = second.telemetry["tt_asic_id"]
-    assert read_telemetry(function_of(second)).identity.asic_id == asic_id
-
-
 # -- sensors ---------------------------------------------------------------------------------------
 
 LINK = {"current_link_width", "max_link_width", "max_link_speed"}
@@ -437,26 +418,20 @@ def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
     [
         ("current_link_speed", "2.5 GT/s PCIe", 2.5e9),
         ("current_link_speed", "5 GT/s", 5e9),  # before Linux 5.8
-        ("current_link_speed", "64.0 GT/s PCIe", 64e9),
         ("current_link_speed", "Unknown", None),
-        ("current_link_width", "4", 4),
         ("current_link_width", "63", None),  # all ones of its six bits
         ("aer_dev_correctable", "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7", 7),
         ("aer_dev_fatal", "Undefined 1\nTOTAL_ERR_FATAL 12", 12),
         ("aer_dev_nonfatal", "Undefined 1", None),
         ("power1_input", "0", 0),
         ("power1_max", "4293967295", 4293.967295),  # one less than a dead chip's
-        ("curr1_input", "12500", 12.5),
-        ("fan1_input", "1800", 1800),
-        ("tt_aiclk", "1000", 1e9),
         ("in0_max", "65535", None),  # all ones of its 16 bits
-        ("in0_max", "900", 0.9),
     ],
 )
 def test_sensors_are_read_as_the_kernel_writes_them(
     chip: Chip, attribute: str, text: str, value: float | None
 ) -> None:
-    """Speeds with their unit, errors by their sum, all others by the unit of their attribute."""
+    """Speeds with their unit, errors by their sum; values that mean nothing are none."""
     chip.write(attribute, f"{text}\n".encode())
 
     assert read_sensors(function_of(chip)).get(attribute) == pytest.approx(value)
@@ -479,6 +454,7 @@ INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "directory": (lambda path: path.mkdir(), "is not a character device"),
     "fifo": (os.mkfifo, "is not a character device"),
     "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "is a link to nothing"),
     "other number": (lambda path: path.symlink_to("/dev/zero"), "is device 1:5, but sysfs has"),
 }
 
@@ -506,17 +482,6 @@ def test_a_chip_whose_device_file_is_invalid_from_the_start_is_not_listed(
         path.rmdir()
     os.rename(hidden, path)
     assert look(inventory, node)[wrong.bdf].is_listed
-
-
-def test_a_device_file_may_be_a_link_to_one(chip: Chip) -> None:
-    """The file that a container would open counts; one to itself is that chip's fault."""
-    path = chip.device_node
-    path.symlink_to(path.rename(chip.node.root / "moved"))
-    assert function_of(chip).file_fault is None
-
-    path.unlink()
-    path.symlink_to(path.name)
-    assert function_of(chip).file_fault == f"{path} is a link to nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"1:99\n", b"garbage\n", None])
@@ -568,8 +533,6 @@ def test_odd_names_of_class_devices_are_ignored(chip: Chip) -> None:
     [
         (b"2.10.1\n", "2.10.1"),
         (b"2.10\x1b[2J", r"2.10\x1b[2J"),
-        ("2.10\u202e".encode(), r"2.10\u202e"),
-        (b"2\n10", r"2\n10"),
         (b"2.1\xff", "2.1\ufffd"),
         (None, "unknown"),
     ],
@@ -592,12 +555,13 @@ def test_any_module_can_have_any_version(
 
 
 def test_a_chip_is_followed_by_its_address(node: SimulatedNode) -> None:
-    """After a renumbering, a reading from before is dropped."""
+    """After a renumbering, its former name leads nowhere; a reading from before is dropped."""
     first, second = node.add("n150") + node.add("n150")
     inventory = Inventory({})
     before = look(inventory, node)[first.bdf]
 
     node.swap_ordinals(first.bdf, second.bdf)
+    assert read_telemetry(before.function).identity == Identity()
     inventory.scan(settings(node))
     late = Telemetry(Identity(asic_id="E" * 16))
     inventory.apply([Reading(before.function, late, 0.0)], HealthSettings())

@@ -138,14 +138,9 @@ def test_a_board_is_as_healthy_as_its_chips(chips: list[Chip], reason: str | Non
 
 def test_a_chip_whose_board_is_not_known_waits() -> None:
     """It is no device; `list` has the reason."""
-    four = [p300(1), p300(2), p300(5), p300(6)]
-    for chips, reason in (
-        ([p300(1, None)], "waiting for the board's serial number"),
-        (four, f"4 chips report the serial number {PAIR}, but a p300 has 2"),
-    ):
-        decision = decide(chips, BOARD)
-        assert not decision.resources
-        assert decision.offer.unplaced == {each.bdf: reason for each in chips}
+    decision = decide([p300(1, None)], BOARD)
+    assert not decision.resources
+    assert decision.offer.unplaced == {bdf(1): "waiting for the board's serial number"}
 
 
 def shared(*entries: SharedResource, more: Any = None, **others: Any) -> Settings:
@@ -182,11 +177,7 @@ STALLED = [chip(bus, ordinal=bus - 1, fault=Kind.STALLED) for bus in (1, 2, 3, 4
     ("chips", "settings", "text"),
     [
         (FOUR, None, "4 × tenstorrent.com/n150, 4 healthy"),
-        (
-            [*FOUR[:3], STALLED[3]],
-            None,
-            f"4 × tenstorrent.com/n150, 3 healthy ({BDFS[3]}: {ill(4)})",
-        ),
+        ([STALLED[0], FOUR[1]], None, f"2 × tenstorrent.com/n150, 1 healthy ({BDFS[0]}: {ill(1)})"),
         (STALLED[:2], None, f"2 × tenstorrent.com/n150, 0 healthy ({BDFS[0]}: {ill(1)}, …)"),
         (FOUR[:1], TWICE, "1 × tenstorrent.com/n150, 2 replicas each, 1 healthy"),
     ],
@@ -197,14 +188,6 @@ def test_the_summary_counts_devices_and_has_the_first_reason(
     """Replicas are not counted; an ellipsis stands for further reasons."""
     (found,) = listed(chips, settings).values()
     assert ttdp.summary(found) == text
-
-
-def test_a_device_of_which_a_pod_has_the_chip_is_withheld_with_all_its_replicas() -> None:
-    """The pod has it under another name: status and view agree with the list."""
-    decision = decide(FOUR[:1], TWICE, [hold("n150", BDFS[0], buses=[1])])
-    (resource,) = decision.resources.values()
-    assert ttdp.summary(resource).startswith("1 × tenstorrent.com/n150, 2 replicas each, 0 healthy")
-    assert decision.devices[BDFS[0]][1].holder == "default/train"
 
 
 def test_an_id_that_is_not_listed_has_no_chips() -> None:
@@ -470,12 +453,11 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
         assert is_same or not one.addresses & other.addresses
 
 
-@pytest.mark.parametrize("pods", [111, 222])
-def test_one_more_pod_on_a_node_full_of_replicas_costs_little(pods: int) -> None:
-    """32 chips with 100 replicas each: 67,000 calls (10 ms), twice as many pods add little."""
+def test_a_pod_on_a_node_full_of_replicas_costs_little() -> None:
+    """32 chips with 100 replicas each, and 222 pods: 67,000 calls (10 ms)."""
     name = "galaxy-wormhole"
     chips = [chip(bus, name, ordinal=bus, numa_node=bus % 2) for bus in range(1, 33)]
-    held = [(1 + number % 32, f"::{number % 100}", f"uid-{number}") for number in range(pods)]
+    held = [(1 + number % 32, f"::{number % 100}", f"uid-{number}") for number in range(222)]
     given = [hold(name, bdf(bus) + n, buses=[bus], pod=pod) for bus, n, pod in held]
     arguments = (chips, shared(SharedResource(name, 100)), given)
 

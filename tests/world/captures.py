@@ -34,12 +34,12 @@ def capture_names() -> list[str]:
 
 
 def capture(name: str) -> dict[str, Any]:
-    """Return a capture: `driver`, `module`, `directories`, `functions`, `events_on_load`.
+    """Return a capture: `driver`, `module`, `directories`, `functions`.
 
-    A function has `path` (below /sys/devices), `ordinal`, `dev`, `mode` (of the device file),
-    `by_id`, `pids`, `hwmon` (its number), the attributes of its directories in `pci`, `class` and
-    `sensors`, and `links`, with placeholders. `config`, the beginning of the PCI configuration
-    space, is in hex. `board` is what the firmware knew, if the attributes do not show it.
+    A function has `path` (below /sys/devices), `ordinal`, `by_id`, `pids`, `hwmon` (its number),
+    the attributes of its directories in `pci`, `class` and `sensors`, and `links`, with
+    placeholders. `config`, the beginning of the PCI configuration space, is in hex. `board` is what
+    the firmware knew, if the attributes do not show it.
     """
     stored = _stored("captures.json")[name]
     functions = []
@@ -65,8 +65,8 @@ def captured_tree(name: str) -> dict[str, str]:
         }
         for group, place in places.items():
             tree |= {f"{place}/{key}": value for key, value in function.get(group, {}).items()}
-        own = {"bdf": pci.rpartition("/")[2], "N": ordinal, "H": function["hwmon"]}
-        own |= {key: function[key] for key in ("path", "dev")}
+        own = {"bdf": pci.rpartition("/")[2], "path": function["path"]}
+        own |= {"N": ordinal, "H": function["hwmon"]}
         for link, target in function["links"].items():
             tree[link.format(**own)] = f"-> {target.format(**own)}"
         tree |= {f"/dev/tenstorrent/by-id/{link}": f"-> ../{ordinal}" for link in function["by_id"]}

@@ -35,10 +35,6 @@ class AdmissionError(Exception):
         self.message = message
 
 
-class Panic(Exception):
-    """A nil dereference in the kubelet, which ends it."""
-
-
 @dataclass(slots=True)
 class Allocation:
     """The answers for all resources of a container, merged as the kubelet does it."""
@@ -191,12 +187,10 @@ class DeviceManager:
     def dereference(self, resource: str, ident: str) -> None:
         """Use a device that a pod has, or is just getting, and that is not listed.
 
-        Since 1.34 `ResourceDeviceInstances` (pod_devices.go) holds pointers, which
-        generateDeviceTopologyHints and allocateContainerResources do not check for nil.
+        Since 1.34 the original dies of that: `ResourceDeviceInstances` (pod_devices.go) holds
+        pointers, which generateDeviceTopologyHints and allocateContainerResources do not check.
         """
         text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
-        if self.config.version >= (1, 34):
-            raise Panic(text)
         self.log.violation(text)
 
     def edits(self, uid: str, container: str) -> Allocation:
@@ -255,7 +249,7 @@ class ContainerDevices:
         return self._pods.of(self._uid, self._container.name).get(resource)
 
     async def admit(self) -> Allocation:
-        """Give the container the devices that it requests. Raises AdmissionError, or Panic."""
+        """Give the container the devices that it requests. Raises AdmissionError."""
         manager = self._manager
         known = {r: n for r, n in self._container.request.items() if manager.is_known(r)}
         if manager.config.policy != "none":
@@ -274,13 +268,12 @@ class ContainerDevices:
         """
         manager = self._manager
         manager.prune()
-        for resource, needed in request.items():
+        for resource in request:
             held = self._held(resource)
             ids = held.ids if held else self._reusable.get(resource, set())
-            if not manager.devices.has_topology(resource) or (held and len(ids) != needed):
-                continue
-            for ident in ids - manager.devices.listed[resource].keys():
-                manager.dereference(resource, ident)
+            if manager.devices.has_topology(resource):
+                for ident in ids - manager.devices.listed[resource].keys():
+                    manager.dereference(resource, ident)
 
     @property
     def _reusable(self) -> dict[str, set[str]]:
@@ -350,10 +343,7 @@ class ContainerDevices:
         return answers[0]
 
     def _endpoint(self, resource: str) -> Endpoint:
-        endpoint = self._manager.plugins.endpoints.get(resource)
-        if not endpoint:
-            raise Failure(f"endpoint not found in cache for a registered resource: {resource}")
-        return endpoint
+        return self._manager.plugins.endpoints.get(resource, Endpoint())
 
     # The choice of devices (devicesToAllocate())
 
@@ -363,14 +353,14 @@ class ContainerDevices:
             return set()
         chosen: set[str] = set()
 
-        def take(candidates: set[str]) -> bool:
-            """Take as many of these as are still needed; return whether they were enough."""
+        def take(candidates: set[str]) -> None:
+            """Take as many of these as are still needed."""
             missing = required - len(chosen)
             chosen.update(self._manager.config.shuffled(candidates - chosen)[:missing])
             self._pods.allocated.setdefault(resource, set()).update(chosen)
-            return len(chosen) == required
 
-        if take(self._reusable.get(resource, set())):
+        take(self._reusable.get(resource, set()))
+        if len(chosen) == required:
             return chosen
         taken = self._pods.allocated.get(resource, set())
         available = self._manager.devices.healthy[resource] - taken
@@ -379,10 +369,9 @@ class ContainerDevices:
             numbers = f"Requested: {needed}, Available: {len(available)}"
             raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
         preferred = await self._prefer(resource, available | chosen, {*chosen}, required)
-        if take(preferred & available) or take(available):
-            return chosen
-        numbers = f"Requested: {required}, Got: {len(chosen)}"
-        raise Failure(f"unexpectedly allocated less resources than required. {numbers}")
+        take(preferred & available)
+        take(available)
+        return chosen
 
     def _needs_any(self, resource: str, required: int) -> bool:
         """Return whether there is anything to allocate; Failure if the container cannot have it.
@@ -393,15 +382,9 @@ class ContainerDevices:
         """
         held = self._held(resource)
         have = held.ids if held else set()
-        if held and len(have) != required:
-            who = f'pod "{self._uid}" container "{self._container.name}"'
-            change = f"from {len(have)} to {required}"
-            raise Failure(f'{who} changed request for resource "{resource}" {change}')
         if self._running:
             return False
-        healthy = self._manager.devices.healthy.get(resource)
-        if healthy is None:
-            raise Failure(f"cannot allocate unregistered device {resource}")
+        healthy = self._manager.devices.healthy.get(resource, set())
         unhealthy = f"cannot allocate unhealthy devices {resource}"
         if not healthy:
             raise Failure(f"no healthy devices present; {unhealthy}")

@@ -9,9 +9,10 @@ of pods, checkpoints and restarts, tests.e2e says of the originals.
 Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
-the alignment of devices by the Topology Manager, the removal of a resource five minutes after its
-plugin has gone, annotations, GetAllocatableResources, and the second Allocate for a container whose
-devices are lost and whose plugin does not require PreStartContainer.
+the alignment of devices by the Topology Manager, the crash by an ID that is not listed (it is a
+violation here), the removal of a resource five minutes after its plugin has gone,
+GetAllocatableResources, and the second Allocate for a container whose devices are lost and whose
+plugin does not require PreStartContainer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from tests.world.devicemanager import (
     Allocation,
     ContainerDevices,
     DeviceManager,
-    Panic,
     check_fit,
 )
 from tests.world.eventlog import Event, EventLog
@@ -51,7 +51,7 @@ from tests.world.plugins import Config, Failure, Policy, rpc
 from tests.world.pods import Container, Judge, Layout, Pod, Pods, Runtime, Worker
 from tests.world.processes import PATIENCE
 
-__all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet", "Panic"]
+__all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet"]
 
 Method = Literal["Register", "List"]
 T = TypeVar("T")
@@ -410,7 +410,6 @@ class Kubelet(_Running):
         self._former: set[str] = set()  # resources of the former life
         self._admission = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
-        self._dying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Kubelet:
         await self.start()
@@ -454,8 +453,7 @@ class Kubelet(_Running):
             await server.start()
 
     async def stop(self) -> None:
-        """Stop in an orderly manner, as no released kubelet does; they exit as if killed."""
-        await self.manager.plugins.disconnect_all()
+        """End it for good, without a `kubelet.sock`."""
         await self._end()
         self.socket.unlink(missing_ok=True)
         self.log.record("stopped")
@@ -480,8 +478,6 @@ class Kubelet(_Running):
 
     async def _end(self) -> None:
         self.alive = False
-        if self._dying and self._dying is not asyncio.current_task():
-            await asyncio.wait({self._dying})
         if self._learning:
             self._learning.cancel()
             await asyncio.wait({self._learning})
@@ -491,17 +487,6 @@ class Kubelet(_Running):
         self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
-
-    def _panic(self, panic: Panic) -> asyncio.Task[None]:
-        """Die of a nil dereference; returns the task that ends when it is dead."""
-        self.alive = False
-        self.log.violation(f"the kubelet panics: {panic}")
-        self.log.record("panicked", message=str(panic))
-        self._learning, learning = None, self._learning  # it may be what panics
-        if learning and learning is not asyncio.current_task():
-            learning.cancel()
-        self._dying = asyncio.create_task(self._end())
-        return self._dying
 
     async def drop_streams(self, resource: str | None = None) -> None:
         """Break the connections to plugins from this side, as after an error on a stream."""
@@ -558,7 +543,7 @@ class Kubelet(_Running):
                     await self._admit(pod, list(pod.containers), running)
             except AdmissionError:
                 continue
-            except (Panic, KubeletDied):
+            except KubeletDied:
                 return
 
     # Admission
@@ -617,9 +602,6 @@ class Kubelet(_Running):
                     devices = ContainerDevices(manager, pod, container, name in running)
                     admitted[name] = await devices.admit()
                 check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
-            except Panic as panic:
-                await self._panic(panic)
-                raise
             except AdmissionError as error:
                 if self.manager is not manager or not self.alive:
                     raise KubeletDied(str(error)) from error
@@ -641,11 +623,7 @@ class Kubelet(_Running):
         pod.over = pod.rejected = True
 
     async def _prepare(self, pod: Pod, container: Container) -> Allocation:
-        try:
-            return await ContainerDevices(self.manager, pod, container).prepare()
-        except Panic as panic:
-            self._panic(panic)
-            raise Failure(str(panic)) from panic
+        return await ContainerDevices(self.manager, pod, container).prepare()
 
 
 # ---------------------------------------------------------------------------------- services

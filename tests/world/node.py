@@ -4,15 +4,13 @@
 and udev show them: same names, links, formats, order of appearance and kernel uevents.
 tests.world.captures has the recordings that it is modelled on.
 
-For reads that fail or block see tests.world.tree. A device file is a real character device if the
-process may make one ("mknod"); otherwise it is a symlink to /dev/null or a similar device ("link"),
-whose number sysfs's `dev` then repeats.
+For reads that fail or block see tests.world.tree. A device file is a symlink to /dev/null or a
+similar device ("link"), whose number sysfs's `dev` then repeats, or, where a test runs as root, a
+real character device ("mknod").
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import inspect
 import os
@@ -64,14 +62,7 @@ GALAXY_ORDINALS = {
 # In the order in which the captured machine enumerated its root buses.
 GALAXY_BUSES = [tray << 4 | chip for tray in (0x0, 0xC, 0x8, 0x4) for chip in range(1, 9)]
 
-# The release which brought an attribute; nothing listed here was in 1.34. Which architecture got
-# tt_asic_id in 2.1 is not recorded, from 2.3 both had it. Blackhole's *_max were missing up to 2.5.
-SINCE = {
-    "tt_asic_id": (2, 3), "tt_heartbeat": (2, 7), "tt_therm_trip_count": (2, 7),
-    "fan1_input": (2, 0), "fan1_label": (2, 0),
-}  # fmt: skip
-BLACKHOLE_MAX_SINCE, COUNTERS_SINCE, PROC_SINCE = (2, 6), (2, 0), (2, 5)
-CHANGE_SINCE, GALAXY_SINCE, ENODATA_SINCE = (2, 6), (2, 8), (2, 9)
+PROC_SINCE, CHANGE_SINCE = (2, 5), (2, 6)  # releases of the driver
 
 # Symlinks borrow the numbers of these devices, which every machine and container has.
 BORROWED = {
@@ -90,21 +81,19 @@ def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> byte
     return "".join(f"{line}\0" for line in lines).encode()
 
 
-def dead_value(name: str, healthy: str = "") -> str:
+def dead_value(name: str) -> str:
     """Return the value of an attribute when every register of the chip reads all ones.
 
     Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
     others follow from the same arithmetic (32 bits: mV unchanged, mA and limits in thousandths),
-    tt_eth_fw_ver from its bit fields 8.4.12. Names and labels keep their `healthy` value.
+    tt_eth_fw_ver from its bit fields 8.4.12.
     """
     special = {
-        "name": healthy, "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+        "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
         "tt_eth_fw_ver": "255.15.4095", "temp1_input": "65535999", "temp1_max": "4294966296",
         "curr1_input": "4294966296", "curr1_max": "4294966296", "power1_input": "4293967296",
         "power1_max": "4293967296",
     }  # fmt: skip
-    if name.endswith("_label"):
-        return healthy
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
 
 
@@ -137,7 +126,6 @@ class Chip:
     path: str  # below /sys/devices: "pci0000:00/0000:00:02.0/0000:01:00.0"
     pci: dict[str, str]
     telemetry: dict[str, str]  # tt_*
-    counters: dict[str, str]  # pcie_perf_counters/*
     sensors: dict[str, str]  # hwmon
     firmware: bool = True  # ready when the driver looks
     condition: Condition = "healthy"
@@ -181,7 +169,7 @@ class Chip:
     # Attributes
 
     def attribute(self, name: str) -> Path:
-        """Return the path of an attribute: PCI's, tt_*, a sensor, `dev`, a performance counter."""
+        """Return the path of an attribute: PCI's, tt_*, a sensor, or `dev`."""
         if name in PCI_ATTRIBUTES and name != "uevent":
             return self.directory / name
         is_sensor = SENSOR.fullmatch(name)
@@ -196,14 +184,10 @@ class Chip:
             return b"\xff" * CONFIG_BYTES if is_off_bus else bytes.fromhex(self.pci[name])
         if name in self.pci:
             return "Unknown" if is_off_bus and name == "current_link_speed" else self.pci[name]
-        if name in self.counters:  # registers, which can be read between reset and POST_RESET
-            return self.counters[name] if self.condition == "healthy" else ALL_ONES
         value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
         if self.condition == "healthy" or name == "name" or name.endswith("_label"):
             return value
-        # A chip in reset was read before 2.9; its values then are not captured.
-        has_enodata = self.node.version >= ENODATA_SINCE and self.condition == "resetting"
-        return None if has_enodata else dead_value(name)
+        return None if self.condition == "resetting" else dead_value(name)
 
     def show(self, *names: str) -> None:
         """Write attributes with their content in the chip's present condition."""
@@ -232,8 +216,6 @@ class Chip:
 
     def fail(self, attribute: str, error: str = "EIO") -> None:
         """Let reads of an attribute fail, until `restore` or an operation that writes it."""
-        if not hasattr(errno, error):
-            raise ValueError(f"{error} is no errno")
         self.overridden.add(attribute)
         put_errno(self.attribute(attribute), error)
 
@@ -260,17 +242,11 @@ class Chip:
 
     # The firmware
 
-    @property
-    def beats(self) -> bool:
-        """Whether the heartbeat can advance: not a dead, resetting or blocked chip's."""
+    def beat(self) -> None:
+        """Advance the heartbeat, if it can: not a dead, resetting or blocked chip's."""
         is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
-        return is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden
-
-    def beat(self, n: int = 1) -> None:
-        """Advance the heartbeat, if it can."""
-        if self.beats:
-            value = int(self.telemetry["tt_heartbeat"]) + n
-            self._set(self.telemetry, "tt_heartbeat", str(value & 0xFFFFFFFF))
+        if is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden:
+            self._count("tt_heartbeat")
 
     def freeze(self) -> None:
         """Stop the firmware: the ticker leaves the heartbeat alone, all else is as before."""
@@ -279,13 +255,12 @@ class Chip:
     def thaw(self) -> None:
         self.frozen = False
 
-    def trip(self, n: int = 1) -> None:
-        """Count thermal trips (Blackhole since 2.7; KeyError elsewhere)."""
-        trips = int(self.telemetry["tt_therm_trip_count"]) + n
-        self._set(self.telemetry, "tt_therm_trip_count", str(trips))
+    def trip(self) -> None:
+        """Count a thermal trip (Blackhole only)."""
+        self._count("tt_therm_trip_count")
 
-    def _set(self, group: dict[str, str], name: str, value: str) -> None:
-        group[name] = value
+    def _count(self, name: str) -> None:
+        self.telemetry[name] = str(int(self.telemetry[name]) + 1)
         if self.hwmon is not None:
             self.show(name)
 
@@ -298,7 +273,7 @@ class Chip:
         self._become("healthy")
 
     def reset(self) -> None:
-        """Begin a reset: ENODATA from all tt_* and hwmon (since 2.9) until POST_RESET, no event."""
+        """Begin a reset: ENODATA from all tt_* and hwmon until POST_RESET, without an event."""
         self._become("resetting")
 
     def post_reset(self) -> None:
@@ -311,8 +286,6 @@ class Chip:
         self.condition = condition
         if self.present:
             self.show("current_link_speed", "config")
-        if self.ordinal is not None:
-            self.show(*self.counters)
         if self.hwmon is not None:
             self.show(*self.telemetry, *self.sensors)
         if condition == "healthy":
@@ -347,7 +320,7 @@ class Chip:
             raise ValueError(f"{self.bdf} is there")
         self.condition = "healthy"
         if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
-            self.telemetry["tt_heartbeat"] = str(int(self.telemetry["tt_heartbeat"]) + 1)
+            self._count("tt_heartbeat")
         self.pci["driver_override"] = "(null)"
         self.node.chips.remove(self)
         self.node.chips.append(self)
@@ -395,8 +368,8 @@ class Chip:
             self.by_pci.symlink_to(target)
 
     def set_pids(self, pids: Iterable[int | str]) -> None:
-        """Set who has the device file open, if the driver shows it; 0: of another namespace."""
-        if self.ordinal is not None and self.pids.exists():
+        """Set who has the device file open, if there is one; 0: of another namespace."""
+        if self.ordinal is not None:
             put(self.pids, "\n".join(map(str, pids)))
 
 
@@ -407,11 +380,10 @@ class Chip:
 class SimulatedNode:
     """A machine's device tree under `root`, and the operations on it.
 
-    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre") and decides which attributes, events
-    and links exist; it is loaded. `numbers` are (major, minor) by ordinal instead of the default
-    (245:N, or the borrowed ones of "link"). `udev_rules=False`: without the driver's rules a device
-    file stays 0600 and has no by-id link; `links=False`: without our package's rule there are no
-    by-pci links.
+    `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre"), which is loaded. A captured card has
+    the attributes that it had with it, and one that is added has all of 2.10. `numbers` are (major,
+    minor) by ordinal instead of the default (245:N, or the borrowed ones of "link").
+    `links=False`: without our package's udev rule there are no by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
     kernel sends it. `on_step` is called in the middle of operations, when a part of a device exists
@@ -423,9 +395,8 @@ class SimulatedNode:
         root: Path,
         *,
         driver: str = "2.10.1-pre",
-        nodes: Literal["auto", "mknod", "link"] = "auto",
+        nodes: Literal["link", "mknod"] = "link",
         numbers: Sequence[tuple[int, int]] = (),
-        udev_rules: bool = True,
         links: bool = True,
     ) -> None:
         self.root = root
@@ -433,19 +404,17 @@ class SimulatedNode:
         self.on_uevent: Callable[[bytes], None] | None = None
         self.on_step: Callable[[], None] | None = None
         self.version = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
-        for path in ("class/hwmon", "bus/pci/devices", "devices", "dev/char"):
+        for path in ("class/hwmon", "bus/pci/devices", "devices"):
             (root / "sys" / path).mkdir(parents=True)
         (root / "dev").mkdir()
         (root / "proc/driver").mkdir(parents=True)
         put_control(root / "sys/bus/pci/rescan")
         self._driver = driver
-        self._is_linked = nodes == "link" or (nodes == "auto" and not _can_mknod(root / "dev"))
+        self._is_linked = nodes == "link"
         self._numbers = numbers
-        self._udev_rules = udev_rules
         self._links = links
-        self._driver_state = ""  # or "coming", "live", as in `initstate`
+        self._is_loaded = False
         self._bound: list[Chip] = []  # in the order of their probes
-        self._seqnum = 1050
         self.lock = threading.RLock()  # keeps other threads from changing the tree
         self.boot()
         self.load_driver()
@@ -454,8 +423,7 @@ class SimulatedNode:
     def from_capture(cls, root: Path, name: str, **options: Any) -> SimulatedNode:
         """Return the tree of a capture, with its driver, ordinals, hwmon numbers and values."""
         facts = capture(name)
-        rules = all(function["mode"] == "0666" for function in facts["functions"])
-        node = cls(root, driver=facts["driver"], udev_rules=rules, **options)
+        node = cls(root, driver=facts["driver"], **options)
         for function in sorted(facts["functions"], key=lambda f: (f["hwmon"] or 0, f["ordinal"])):
             shown = function.get("class", {})
             if board := function.get("board"):  # no telemetry, or nothing at all, was shown
@@ -467,10 +435,8 @@ class SimulatedNode:
                 chip.firmware = not shown
             else:
                 telemetry = {k: v for k, v in shown.items() if k.startswith("tt_")}
-                counters = {k: v for k, v in shown.items() if "/" in k}
                 sensors = {k: v for k, v in function["sensors"].items() if k != "uevent"}
-                pci = dict(function["pci"])
-                chip = Chip(node, function["path"], pci, telemetry, counters, sensors)
+                chip = Chip(node, function["path"], dict(function["pci"]), telemetry, sensors)
             node.chips.append(chip)
             node.plug(chip)
             node.bind(chip, function["ordinal"], function["hwmon"])
@@ -499,12 +465,11 @@ class SimulatedNode:
         numa_node: int | None = None,
         serial: str | None = None,
         asic_id: str | None = None,
-        ordinal: int | None = None,
         firmware: bool = True,
     ) -> list[Chip]:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        `bdf`, `asic_id` and `ordinal` are those of the first. The NUMA node is -1 by default, but
+        `bdf` and `asic_id` are those of the first. The NUMA node is -1 by default, but
         on a Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
         code, _, functions = CARDS[card]
@@ -526,7 +491,7 @@ class SimulatedNode:
             chip.firmware = firmware
             self.chips.append(chip)
             self.plug(chip)
-            self.bind(chip, None if ordinal is None else ordinal + index)
+            self.bind(chip)
             added.append(chip)
         return added
 
@@ -547,15 +512,7 @@ class SimulatedNode:
     def _chip(self, card: str, path: str, serial: str, asic_id: str) -> Chip:
         """Return a chip of a card, with the values of the captured one of its architecture."""
         code, arch, _ = CARDS[card]
-        is_wormhole = arch == "wormhole"
-        sample = capture("n150-p150a")["functions"][0 if is_wormhole else 1]
-
-        def offered(name: str) -> bool:
-            if name.endswith("_max") and not is_wormhole:
-                return self.version >= BLACKHOLE_MAX_SINCE
-            return name != "uevent" and self.version >= SINCE.get(name, (0,))
-
-        shown = {k: v for k, v in sample["class"].items() if offered(k)}
+        sample = capture("n150-p150a")["functions"][0 if arch == "wormhole" else 1]
         identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
         config = sample["pci"]["config"]
         own = {
@@ -563,26 +520,19 @@ class SimulatedNode:
             "modalias": re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"]),
             "config": f"{config[:92]}{code:02x}00{config[96:]}",  # the same number at 0x2e
         }
-        has_counters = self.version >= COUNTERS_SINCE
-        return Chip(
-            self,
-            path,
-            pci=sample["pci"] | own,
-            telemetry={k: identity.get(k, v) for k, v in shown.items() if k.startswith("tt_")},
-            counters={k: v for k, v in shown.items() if "/" in k and has_counters},
-            sensors={k: v for k, v in sample["sensors"].items() if offered(k)},
-        )
+        telemetry = {k: v for k, v in sample["class"].items() if k.startswith("tt_")} | identity
+        sensors = {k: v for k, v in sample["sensors"].items() if k != "uevent"}
+        return Chip(self, path, sample["pci"] | own, telemetry, sensors)
 
     def load_driver(self, probe: bool = True) -> None:
         """Load the driver, and probe all chips, or (`probe=False`) let `probe` do that."""
-        if self._driver_state:
+        if self._is_loaded:
             raise ValueError("the driver is loaded")
-        self._driver_state = "coming"
+        self._is_loaded = True
         driver = self.root / "sys/bus/pci/drivers/tenstorrent"
         module = self.root / "sys/module/tenstorrent"
         (module / "drivers").mkdir(parents=True)
         put(module / "version", self._driver)
-        put(module / "initstate", "coming")
         (self.root / "sys/class/tenstorrent").mkdir()
         if self.version >= PROC_SINCE:
             (self.root / "proc/driver/tenstorrent").mkdir()
@@ -593,20 +543,12 @@ class SimulatedNode:
         link(module / "drivers/pci:tenstorrent", driver)
         for chip in self.chips if probe else ():
             self.bind(chip)
-        self._finish_loading()
-
-    def probe(self, chip: str | int) -> None:
-        """Probe this chip next, while the driver is being loaded; after the last it is loaded."""
-        self.bind(self.chip(chip))
-        self._finish_loading()
-
-    def _finish_loading(self) -> None:
-        if any(self.can_bind(chip) for chip in self.chips):
-            return
-        self._driver_state = "live"
-        put(self.root / "sys/module/tenstorrent/initstate", "live")
         self._emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
         self._emit("add", "/module/tenstorrent", SUBSYSTEM="module")
+
+    def probe(self, chip: str | int) -> None:
+        """Let the driver, which was loaded without that, probe a chip."""
+        self.bind(self.chip(chip))
 
     def can_bind(self, chip: Chip) -> bool:
         """Return whether the driver, if it is loaded, could take the chip now."""
@@ -623,7 +565,7 @@ class SimulatedNode:
                 remove_empty(self.root / "proc/driver/tenstorrent")
             subsystem = directory.rpartition("/")[2]
             self._emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
-        self._driver_state = ""
+        self._is_loaded = False
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
         """Renumber two chips, as a reload can: unbound, then bound with the other's number."""
@@ -687,21 +629,21 @@ class SimulatedNode:
         """Remove a process: it has closed what it had open."""
         remove(self.root / f"proc/{pid}")
         for chip in self.chips:
-            if chip.ordinal is not None and chip.pids.exists():
+            if chip.ordinal is not None:
                 chip.set_pids([p for p in chip.pids.read_text().split() if p != str(pid)])
 
     def _opened(self, node: str) -> Chip | None:
         """Return the chip that a path leads to, or that a CDI name stands for."""
         for chip in self.chips:
             if chip.bdf == node.rpartition("=")[2]:
-                return chip if chip.ordinal is not None and chip.pids.exists() else None
+                return chip if chip.ordinal is not None else None
         path = Path(node)
         path.lstat()
         while path.is_symlink() and path.parent.name.startswith("by-"):
             path = Path(os.path.normpath(path.parent / path.readlink()))
             path.lstat()
         for chip in self.chips if path.parent.name == "tenstorrent" else ():
-            if str(chip.ordinal) == path.name and chip.pids.exists():
+            if str(chip.ordinal) == path.name:
                 return chip
         return None
 
@@ -714,9 +656,8 @@ class SimulatedNode:
         return borrowed if self._is_linked else (DRIVER_MAJOR, ordinal)
 
     def _emit(self, action: str, devpath: str, **env: str) -> None:
-        self._seqnum += 1
         if self.on_uevent:
-            self.on_uevent(wire(action, devpath, env, self._seqnum))
+            self.on_uevent(wire(action, devpath, env, 0))
 
     def _step(self) -> None:
         if self.on_step:
@@ -752,7 +693,7 @@ class SimulatedNode:
 
         Device file and class directory come first, telemetry next if the firmware is ready.
         """
-        if not self._driver_state or not self.can_bind(chip):
+        if not self._is_loaded or not self.can_bind(chip):
             return
         if chip.condition == "resetting":  # a new probe looks at the chip again
             chip.condition = "healthy"
@@ -763,8 +704,6 @@ class SimulatedNode:
         chip.driver = "tenstorrent"
         self.bind_driver(chip)
         is_ready = chip.firmware and chip.condition == "healthy"
-        if is_ready and self.version < PROC_SINCE:  # old drivers registered hwmon first
-            self._show_hwmon(chip, hwmon)
         self._show_class(chip)
         if is_ready:
             self.show_telemetry(chip, hwmon)
@@ -779,7 +718,7 @@ class SimulatedNode:
     def _free_ordinal(self, chip: Chip) -> int:
         used = {other.ordinal for other in self.chips if other.ordinal is not None}
         is_galaxy = chip.pci["subsystem_device"] in ("0x0035", "0x0047")
-        if is_galaxy and self.version >= GALAXY_SINCE:
+        if is_galaxy:
             bus = int(chip.bdf.split(":")[1], 16)
             tray = GALAXY_ORDINALS[chip.arch].get(bus >> 4)
             if tray is not None and 1 <= bus & 15 <= 8 and tray + (bus & 15) - 1 not in used:
@@ -797,13 +736,8 @@ class SimulatedNode:
         link(entry / "subsystem", self.root / "sys/class/tenstorrent")
         link(self.root / "sys/class/tenstorrent" / entry.name, entry)
         self._step()
-        if chip.counters:
-            (entry / "pcie_perf_counters").mkdir()
-            chip.show(*chip.counters)
         put(entry / "dev", f"{major}:{minor}")
         self._step()
-        with contextlib.suppress(FileExistsError):  # two symlinks may have borrowed one number
-            link(self.root / f"sys/dev/char/{major}:{minor}", entry)
         if self.version >= PROC_SINCE:
             chip.pids.parent.mkdir()
             put(chip.pids, b"")
@@ -814,7 +748,7 @@ class SimulatedNode:
             os.mknod(chip.device_node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         self._step()
         self._emit_class("add", chip)
-        if self._udev_rules and not self._is_linked:
+        if not self._is_linked:
             chip.device_node.chmod(0o666)
         self._make_link(chip, "by-pci")
         self._step()
@@ -833,8 +767,7 @@ class SimulatedNode:
 
     def show_telemetry(self, chip: Chip, hwmon: int | None = None) -> None:
         """Make hwmon and tt_*, send `change`, then let udev make the by-id link."""
-        if chip.hwmon is None:
-            self._show_hwmon(chip, hwmon)
+        self._show_hwmon(chip, hwmon)
         for name in chip.telemetry:
             chip.show(name)
             self._step()
@@ -880,9 +813,6 @@ class SimulatedNode:
         remove(chip.device_node)
         remove_empty(chip.device_node.parent)
         self._step()
-        char = self.root / "sys/dev/char/{}:{}".format(*self._number(chip.ordinal))
-        if char.is_symlink() and char.readlink().name == entry.name:
-            remove(char)
         # device_del(): the links that lead to it and away from it go before its attributes.
         links = [entry / "dev", entry / "device", entry / "subsystem"]
         links.append(self.root / "sys/class/tenstorrent" / entry.name)
@@ -910,8 +840,7 @@ class SimulatedNode:
     def _link_paths(self, chip: Chip) -> dict[str, Path]:
         """Return the chip's links in /dev/tenstorrent, by directory."""
         links = {"by-pci": chip.by_pci} if self._links else {}
-        has_id = "tt_asic_id" in chip.telemetry and self.version >= CHANGE_SINCE
-        if self._udev_rules and has_id:
+        if "tt_asic_id" in chip.telemetry and self.version >= CHANGE_SINCE:
             name = f"{chip.arch}-{chip.telemetry['tt_asic_id']}"
             links["by-id"] = self.root / "dev/tenstorrent/by-id" / name
         return links
@@ -940,16 +869,6 @@ def _path(bdf: str) -> str:
     root = max(bus - 1, 0) & 0xF0
     port = bus - root + (1 if root == 0 else -1)  # the first two slots of bus 0 are taken
     return f"pci{domain}:{root:02x}/{domain}:{root:02x}:{port:02x}.0/{bdf}"
-
-
-def _can_mknod(directory: Path) -> bool:
-    """Return whether this process can make a device file (CAP_MKNOD in no user namespace)."""
-    try:
-        os.mknod(directory / ".probe", stat.S_IFCHR | 0o600, os.makedev(DRIVER_MAJOR, 0))
-    except OSError:
-        return False
-    os.unlink(directory / ".probe")
-    return True
 
 
 class Ticker:

@@ -381,12 +381,6 @@ class Plugins:
             for client in clients if resource in (None, name) else []:
                 await client.close()
 
-    async def disconnect_all(self) -> None:
-        """End the streams of all plugins, as an orderly stop does."""
-        for clients in list(self._clients.values()):
-            for client in clients:
-                await self._disconnect(client)
-
     async def abandon(self) -> None:
         """End all connections, as the end of the process does."""
         abandoned = [client for clients in self._clients.values() for client in clients]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from generated import deviceplugin_pb2 as pb
 from tests.world.kubelet import Kubelet
 from tests.world.plugins import rpc
 
-N150 = "tenstorrent.com/n150"
 LONG = 60.0  # seconds after which something that a kubelet must do has failed
 
 
@@ -29,11 +28,11 @@ class Plugin:
     """The least that a kubelet accepts as a device plugin: one resource, one socket, and knobs."""
 
     def __init__(
-        self, directory: Path, devices: Iterable[pb.Device], resource: str, name: str
+        self, directory: Path, devices: Sequence[pb.Device], resource: str, name: str
     ) -> None:
         """Args: name: its socket's."""
         self.directory = directory
-        self.devices = list(devices)
+        self.devices = devices
         self.resource = resource
         self.name = name
         self.options = pb.DevicePluginOptions()
@@ -42,7 +41,7 @@ class Plugin:
         self.permissions = "rw"
         self.envs: dict[str, str] = {}  # additional ones for every container
         self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
-        self._streams: set[asyncio.Queue[list[pb.Device]]] = set()
+        self._streams: set[asyncio.Queue[Sequence[pb.Device]]] = set()
         self._server: grpc.aio.Server | None = None
 
     async def serve(self) -> None:
@@ -67,7 +66,7 @@ class Plugin:
             self._server = None
 
     def send(self, *devices: pb.Device) -> None:
-        self.devices = list(devices)
+        self.devices = devices
         for stream in self._streams:
             stream.put_nowait(self.devices)
 
@@ -75,7 +74,7 @@ class Plugin:
         return self.options
 
     async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[Any]:
-        lists: asyncio.Queue[list[pb.Device]] = asyncio.Queue()
+        lists: asyncio.Queue[Sequence[pb.Device]] = asyncio.Queue()
         lists.put_nowait(self.devices)
         self._streams.add(lists)
         try:
@@ -112,43 +111,19 @@ class Plugin:
 
 @contextlib.asynccontextmanager
 async def another_plugin(
-    kubelet: Kubelet, resource: str, *ids: str, name: str = "other.sock"
-) -> AsyncIterator[None]:
-    """Have another plugin register a resource with these healthy devices."""
-    plugin = Plugin(kubelet.directory, map(device, ids), resource, name)
+    kubelet: Kubelet,
+    resource: str,
+    *devices: str | pb.Device,
+    name: str = "other.sock",
+    **options: bool,
+) -> AsyncIterator[Plugin]:
+    """Have another plugin register a resource with these devices; a bare ID is a healthy one."""
+    listed = [device(each) if isinstance(each, str) else each for each in devices]
+    plugin = Plugin(kubelet.directory, listed, resource, name)
+    plugin.options = pb.DevicePluginOptions(**options)
     await plugin.serve()
     await plugin.register()
-    yield
-    await plugin.stop()
-
-
-class Bench(contextlib.AsyncExitStack):
-    """A directory for a kubelet and for plugins, which are stopped with the context."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    async def kubelet(self, **options: Any) -> Kubelet:
-        """Start a kubelet with these options of its class."""
-        return await self.enter_async_context(Kubelet(self.directory, **options))
-
-    async def plugin(
-        self, *devices: pb.Device, resource: str = N150, name: str = "p.sock", **options: bool
-    ) -> Plugin:
-        """Start a plugin's server, with `options` for the kubelet."""
-        plugin = Plugin(self.directory, devices, resource, name)
-        plugin.options = pb.DevicePluginOptions(**options)
-        self.push_async_callback(plugin.stop)
-        await plugin.serve()
-        return plugin
-
-    async def registered(
-        self, kubelet: Kubelet, *devices: pb.Device, resource: str = N150, **options: bool
-    ) -> Plugin:
-        """Start a plugin that registers, and wait until the kubelet has its list."""
-        name = f"{resource.rpartition('/')[2]}.sock"
-        plugin = await self.plugin(*devices, resource=resource, name=name, **options)
-        await plugin.register()
-        await kubelet.registered(resource)
-        return plugin
+    try:
+        yield plugin
+    finally:
+        await plugin.stop()
