@@ -31,7 +31,7 @@ class FormerPlugin(Plugin):
     def __init__(
         self, kubelet: Kubelet, node: SimulatedNode, resource: str, ids: Sequence[str]
     ) -> None:
-        super().__init__(kubelet.directory, map(device, ids), resource, "former.sock")
+        super().__init__(kubelet.directory, [*map(device, ids)], resource, "former.sock")
         self.root = node.root
         self.ids = ids
 
