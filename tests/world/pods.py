@@ -411,6 +411,7 @@ class Worker:
 
     def cancel(self) -> asyncio.Task[None]:
         """Start nothing more, as the kubelet is gone; returns the task that ends with that."""
+        self._then = lambda: None  # a call that fails at the same moment swallows the cancellation
         self._task.cancel()
         return self._task
 
