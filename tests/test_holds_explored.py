@@ -56,6 +56,8 @@ DOMAIN = CONFIGURATIONS[0].resource_domain
 @dataclass(eq=False)
 class Container:
     entry: Entry
+    chips: frozenset[str]
+    directory: Path
     state: str = "waits"  # "is created", "runs", "is over"
     cgroup: str = ""
     allowed_at: float = 0.0
@@ -65,16 +67,8 @@ class Container:
         return self.state in ("is created", "runs")
 
     @property
-    def directory(self) -> Path:
-        return Path(self.entry.held.answer.mounts[0].host_path)
-
-    @property
     def is_shared(self) -> bool:
         return any("::" in ident for ident in self.entry.held.ids)
-
-    @property
-    def chips(self) -> frozenset[str]:
-        return ttdp.read_answer(self.entry.held.answer).chips
 
     def shares(self, resource: str, ids: set[str]) -> bool:
         """Whether these are replicas of a device of which it has a replica, too."""
@@ -108,11 +102,11 @@ class Pod:
     def lives(self) -> bool:
         return self.life == "lives"
 
-    def end(self, life: str) -> None:
-        self.life = life
-
     def end_call(self) -> None:
         self.call = None
+
+    def become(self, life: str) -> None:
+        self.life = life
 
     @property
     def waiting(self) -> Container | None:
@@ -206,8 +200,12 @@ class Node:
         if pod.busy:
             yield 1, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
         if pod.lives and pod in self.written:
-            yield 1, f"{pod} is deleted", lambda: pod.end("is deleted")
-            yield 3, f"{pod} is deleted by force", lambda: pod.end("was deleted by force")
+            yield 1, f"{pod} is deleted", lambda: pod.become("is deleted")
+            yield (
+                8 if pod.waits else 3,
+                f"{pod} is deleted by force",
+                lambda: pod.become("was deleted by force"),
+            )
         if self.can_call(pod):
             yield 0.5, f"{pod} is left alone", lambda: self.whoever_is_left_alone_may_start(pod)
 
@@ -215,7 +213,7 @@ class Node:
 
     def look(self) -> None:
         """Look at everything, and decide."""
-        self.world.look()
+        self.world.book.refresh(self.world.now, DOMAIN, look=True)
         seen = self.decision.observation._replace(
             settings=self.settings, holds=self.world.current()
         )
@@ -248,7 +246,8 @@ class Node:
             assert pod not in self.memory
             pod.call = None
             return True
-        assert self.unwritten_since is not None or any(map(self.can_be_known, call.callers))
+        left_at = max(self.owners[each.hold.name].left_at for each in call.callers)
+        assert self.unwritten_since is not None or self.world.now - left_at < MISSING_FOR
         if others := book.waits_for(call, self.decision.holds):
             running = {each.uid for each in self.pods if each.may_run}
             assert all(not each.pod or each.pod in running for each in others)
@@ -268,12 +267,6 @@ class Node:
         container.state = "is created"
         self.show(pod)
         return True
-
-    def can_be_known(self, caller: ttdp.HoldState) -> bool:
-        """Whether the checkpoint has a caller, has just lost it, or has never had it."""
-        uid, now = caller.hold.pod, self.world.now
-        known = (pod for pod in self.owners.values() if now - pod.left_at < MISSING_FOR)
-        return not uid or any(pod.uid == uid for pod in [*self.written, *known])
 
     def pages_of_others(self, mine: Pod, container: Container, call: Call) -> Iterator[Path]:
         """Yield what pods that do not run have left on a container's chips.
@@ -405,9 +398,11 @@ class Node:
         mounts = self.directories.make_for_hugepages(name, hugetlbfs)
         chips = self.decision.resource(resource).chips(ids)
         answer = ttdp.container_edits(chips, {}, self.settings, mounts, hold.name)
-        world.book.add(ttdp.read_answer(answer).of(resource, ids), world.now)
+        hold = ttdp.read_answer(answer).of(resource, ids)
+        world.book.add(hold, world.now)
         pod.answered_at = world.now
-        return Container(Entry(pod.uid, container, resource, Held({-1: ids}, answer)))
+        entry = Entry(pod.uid, container, resource, Held({-1: ids}, answer))
+        return Container(entry, hold.chips, Path(hold.directories[0]))
 
     def the_sandbox_starts(self, pod: Pod) -> None:
         pod.has_cgroup = pod.had_cgroup = True
@@ -417,11 +412,12 @@ class Node:
     def the_kubelet_calls(self, pod: Pod) -> None:
         """A pod that was forgotten is no possible caller, once its devices were given away."""
         self.look()
-        pod.waits = False
-        resource, ids = pod.waiting.entry.resource, frozenset(pod.waiting.entry.held.ids)
+        assert pod.waiting
+        entry = pod.waiting.entry
+        resource, ids = entry.resource, frozenset(entry.held.ids)
         chips = frozenset(each.bdf for each in self.decision.resource(resource).chips(ids))
         pod.call = self.world.book.call(resource, ids, chips, self.world.now)
-        pod.called_at = self.world.now
+        pod.called_at, pod.waits = self.world.now, False
         for state in pod.call.callers if self.unwritten_since is None else ():
             caller = self.owners[state.hold.name]
             is_older = caller.answered_at < pod.answered_at
