@@ -201,11 +201,8 @@ class Node:
             yield 1, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
         if pod.lives and pod in self.written:
             yield 1, f"{pod} is deleted", lambda: pod.become("is deleted")
-            yield (
-                8 if pod.waits else 3,
-                f"{pod} is deleted by force",
-                lambda: pod.become("was deleted by force"),
-            )
+            weight = 8 if pod.waits else 3
+            yield weight, f"{pod} is deleted by force", lambda: pod.become("was deleted by force")
         if self.can_call(pod):
             yield 0.5, f"{pod} is left alone", lambda: self.whoever_is_left_alone_may_start(pod)
 
