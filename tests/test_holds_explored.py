@@ -243,6 +243,7 @@ class Node:
             assert pod not in self.memory
             pod.call = None
             return True
+        assert call.callers
         left_at = max(self.owners[each.hold.name].left_at for each in call.callers)
         assert self.unwritten_since is not None or self.world.now - left_at < MISSING_FOR
         if others := book.waits_for(call, self.decision.holds):
