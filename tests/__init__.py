@@ -48,8 +48,9 @@ other faults, as these:
     directories         test_holds: which one an answer names; test_directories: that it is there
     reasons             test_health: their texts; test_list: that every output has the same one
 
-The exploration has no other plugins, no locks and no reload of `hugepages`, and takes two pods with
-one ID as they are: for these, test_holds and test_directories have a test each.
+The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
+of two pods with one ID as it is: for these, test_holds and test_directories have a test each. On a
+failure it prints the story, move by move; its seed makes it again.
 
 Helpers:
 
