@@ -2599,7 +2599,7 @@ class HoldBook:
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
             # A static pod comes back under its UID, and would seem to have run on.
-            if not state.is_in_checkpoint:
+            if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
 
         # The state of one that is not current stays while its entry is there, or can be: the next
@@ -2705,7 +2705,7 @@ class HoldBook:
             for state in callers
             if not state.has_left or (state.answered_at or 0.0) >= given_at
         ]
-        return Call(resource, ids, chips.union(*(state.hold.chips for state in callers)), callers)
+        return Call(resource, ids, chips, callers)
 
     def _may_call(self, state: HoldState, now: float) -> bool:
         if self._states.get(state.hold.key) is not state:

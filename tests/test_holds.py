@@ -172,17 +172,24 @@ def test_an_entry_that_is_missing_for_a_moment_is_the_same_hold(world: BookWorld
     assert world.look() == {A} and not world.running()
 
 
-def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: BookWorld) -> None:
-    """Under the same UID, perhaps with another chip: the former one's ends with its cgroup."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: BookWorld, is_late: bool) -> None:
+    """Under the same UID, perhaps with another chip: the former one's ends with its cgroup.
+
+    `is_late`: a checkpoint still names it when the pod returns.
+    """
     former, returned = entry(1, pod="static"), entry(2, pod="static")
     world.run(former)
     world.look()
-    world.write()
+    world.write(*[former] * is_late)
     world.remove_cgroup("static")
     world.answer(returned)
-    world.write(returned)
+    world.write(*[former] * is_late, returned)
+    world.look()
+
     world.make_cgroup("static", "pause")
     world.look()
+    world.write(returned)
 
     world.now += ttdp.WRITTEN_WITHIN
     assert world.look() == {B}

@@ -5,7 +5,6 @@ directories are real files, the clock is the test's. Nothing depends on the mach
 
 Assumed: the kubelet writes within 30 s, and creates a container within 120 s. Nobody deletes a pod
 whose entry was never written. A kubelet that has forgotten a pod does not start its containers.
-No static pod comes back before the checkpoint has lost the former one.
 """
 
 from __future__ import annotations
@@ -459,8 +458,7 @@ class Node:
         if not pod.lives:
             return self.the_cgroup_goes if pod.life == "has ended" else self.the_sandbox_ends
         if not pod.has_cgroup:
-            is_late = pod.uid == STATIC and self.unwritten_since is not None
-            return None if is_late else self.the_sandbox_starts
+            return self.the_sandbox_starts
         return self.the_kubelet_calls if self.can_call(pod) else None
 
     def show(self, pod: Pod) -> None:
