@@ -5044,7 +5044,7 @@ LINK_INTERVAL = 0.02
 START_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
 START_INTERVAL = 0.1  # seconds between looks at pods while a container waits, or is created
 EMPTY_WITHIN = 1.0  # seconds that a start waits for the pages of former pods
-SAVED_WITHIN = 0.1  # seconds; mostly the container's start comes before, and saves it
+SAVED_WITHIN = 1.0  # seconds; mostly the container's start comes before, and saves it
 
 
 class Allocator:
@@ -5899,7 +5899,7 @@ START_TICK = 0.02  # seconds between turns before READY=1
 RETRY_TICK = 1.0  # seconds between turns after an error, or without inotify
 HELD_INTERVAL = 1.0  # seconds between looks at pods while the list depends on one's end
 TIDY_INTERVAL = 0.02  # seconds between turns that remove directories
-DEBOUNCE = 0.04  # seconds for which kernel events after the first one are gathered
+DEBOUNCE = 0.03  # seconds for which kernel events after the first one are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
 SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way

@@ -391,7 +391,7 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
 async def events_to_lists(bench: Bench) -> list[Row]:
     """From the moment at which a kernel event is sent until the kubelet has the list.
 
-    One after the other they are gathered for 40 ms; a lone one is handled at once.
+    One after the other they are gathered for 30 ms; a lone one is handled at once.
     """
     gone: list[float] = []
     back: list[float] = []
