@@ -1893,8 +1893,8 @@ class Resource:
         return found
 
     @cached_property
-    def problems(self) -> list[str]:
-        """Return why devices are unhealthy, each with its ID."""
+    def unhealthy(self) -> list[str]:
+        """Return the unhealthy devices: each one's ID and reason."""
         return [f"{each.id}: {each.reason}" for each in self.unique_devices if each.reason]
 
     @cached_property
@@ -3953,7 +3953,7 @@ def labels_file(decision: Decision) -> str:
 
 def summary(resource: Resource) -> str:
     """Return a resource's part of the status, with its first unhealthy device."""
-    devices, unhealthy = resource.unique_devices, resource.problems
+    devices, unhealthy = resource.unique_devices, resource.unhealthy
     replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
     number = len(devices) - len(unhealthy)
     text = f"{len(devices)} × {resource.name}{replicas}, {number} healthy"
@@ -6068,8 +6068,8 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
-        self._must_write = False  # the devices have changed since the files were written
-        self._texts: dict[str, str | None] = {}  # of the files for others, by path
+        # Of the files for others, by path; None: they must be made, as the devices have changed.
+        self._texts: dict[str, str | None] | None = None
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
         self._is_failing = False  # the last observation has failed
@@ -6236,7 +6236,7 @@ class Daemon:
             self._binding_since = now
 
     async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
-        """Bring sessions, log, directories, files and status in line with the decision."""
+        """Bring directories, sessions, log, files and status in line with the decision."""
         host = self.host
         former, decision = host.applied, host.decide(now)
         has_same_devices = former is not None and _has_same_devices(decision, former)
@@ -6259,8 +6259,9 @@ class Daemon:
         host.applied = decision  # if anything before has failed, the next turn repeats it
 
         # The readings that an event has caused can change the devices once more.
-        self._must_write |= not has_same_devices
-        can_write = is_round or (self._must_write and host.readers.is_settled(monotonic()))
+        if not has_same_devices:
+            self._texts = None
+        can_write = is_round or (self._texts is None and host.readers.is_settled(monotonic()))
         if can_write:
             self._write_files(decision)
         if can_write or now >= host.save_by:
@@ -6301,8 +6302,7 @@ class Daemon:
     def _write_files(self, decision: Decision) -> None:
         """Have the files for others there, with new texts if the devices have changed."""
         host, settings = self.host, self.host.settings
-        if self._must_write:
-            self._must_write = False
+        if self._texts is None:
             self._texts = {}
             if settings.cdi_dir:
                 self._texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)

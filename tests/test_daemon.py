@@ -248,7 +248,7 @@ async def test_the_next_turn_does_what_a_failed_one_has_not_done(
     update = daemon.daemon.sessions.update
 
     def fail_once(resources: ttdp.Resources, *arguments: Any, **more: Any) -> None:
-        if resources[N150].problems and not failed:
+        if resources[N150].unhealthy and not failed:
             failed.append(time.monotonic())
             no_descriptors()
         update(resources, *arguments, **more)
@@ -390,22 +390,6 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     first = kubelet.find("list", since=restarted)[0].fields
 
     assert first["unhealthy_ids"] == [dead.bdf] and first["healthy_ids"] == [revived.bdf]
-
-
-@pytest.mark.usefixtures("ticking")
-async def test_the_state_is_not_written_while_nothing_happens(
-    node: SimulatedNode, start: StartDaemon, tmp_path: Path
-) -> None:
-    """A disk is not worn by polls; heartbeats go on meanwhile."""
-    node.add("n150")
-    daemon = await start(health=STALLS, state_dir=str(tmp_path))
-    await ready(daemon)
-    await polls(daemon, 2)
-    written = ttdp.file_stamp(str(tmp_path / "state.json"))
-
-    await polls(daemon)
-
-    assert written and ttdp.file_stamp(str(tmp_path / "state.json")) == written
 
 
 async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(

@@ -408,6 +408,17 @@ def test_chips_and_holds_survive_a_restart_of_the_daemon(settings: Settings) -> 
     assert state.to_saved() == TRIPPED.to_saved()
 
 
+def test_a_heartbeat_is_saved_only_while_it_has_stopped() -> None:
+    """A healthy node's file is the same after each poll, so it is not written."""
+
+    def saved(heartbeat: int, misses: int) -> object:
+        vitals = Vitals(heartbeat=heartbeat, misses=misses, had_telemetry=True)
+        return ChipState(chip(1), vitals).to_saved()
+
+    assert saved(7, misses=0) == saved(8, misses=0)
+    assert saved(7, misses=1) != saved(8, misses=1)
+
+
 @pytest.mark.parametrize("boots", [("this", "next"), ("this", None), (None, "this"), (None, None)])
 def test_only_files_are_kept_unless_the_boot_is_the_same(
     settings: Settings, tmp_path: Path, boots: tuple[str | None, str | None]
