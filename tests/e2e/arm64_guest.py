@@ -90,7 +90,7 @@ with step("sandbox") as seen:
     subprocess.run(script, check=True)
     seen["answers"] = json.loads(Path("/srv/probe").read_text())
 
-node = SimulatedNode(NODE)
+node = SimulatedNode(NODE, nodes="mknod")
 for card in ("n150", "p300c"):
     node.add(card)
 Ticker(node, 0.5).__enter__()
