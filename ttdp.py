@@ -102,7 +102,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Return the first three names, quoted, and the number of the others."""
+    """Return the first three names, quoted and cut, and the number of the others."""
     quoted = ", ".join(repr(name[:63]) for name in names[:3])
     return quoted if len(names) <= 3 else f"{quoted} and {len(names) - 3} more"
 
@@ -114,6 +114,7 @@ def either(words: Sequence[str]) -> str:
 
 def printable(text: str) -> str:
     """Return a text that others control with its control characters escaped."""
+    # ascii() gives a character as '\x1b'; without its quotes.
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -126,11 +127,11 @@ def without_domain(resource: str) -> str:
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # of the service, for `check`
+PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # `check` examines the files of the running service
 
 SOCKET_PATH_MAX = 107  # bytes (unix(7))
 PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
-RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # in a container
+RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # no mount may hide these
 
 # A switch as a flag or variable. TOML has its own booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
@@ -152,7 +153,7 @@ class HealthSettings:
     """Table [health]."""
 
     interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
-    temperature_limit: Any = None
+    temperature_limit: Any = None  # °C; "card": the chip's own; None: no limit
     heartbeat_misses: int = 2
     trip_holdoff: float = 300.0
 
@@ -190,7 +191,7 @@ class Mount:
     """An entry [[mounts]]: a bind mount for every container with a device."""
 
     host: str
-    container: str = ""  # in the file: the path on the host
+    container: str = ""  # empty in the file: the same path as on the host; see validate()
     read_only: bool = False
 
 
@@ -271,7 +272,9 @@ class Key(NamedTuple):
 
 
 def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    """Return the error that names a bad value, with what `valid` says it must be."""
     try:
+        # A boolean as TOML writes it: true.
         quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
         quoted = f"this {type(value).__name__}"
@@ -307,7 +310,7 @@ def _absolute(path: str) -> str:
 def _is_domain(value: Any) -> bool:
     """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
     label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    # In a quota "requests." precedes it, and both are a DNS name.
+    # A ResourceQuota puts "requests." in front of a resource's name, which must stay a DNS name.
     is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
     return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
 
@@ -460,12 +463,15 @@ KEYS = {
 
 
 def _keys_of(heading: str) -> list[str]:
-    """Return the names that a table of the file can have: keys, and tables in it."""
+    """Return the names that a table of the file can have: keys, and tables in it.
+
+    `heading`: one of TABLES.
+    """
     names = [each.name for each in fields(TABLES[heading])]
     return [name for name in names if name not in ("state_dir", "runtime_dir")]
 
 
-# A flag or variable has no lists.
+# The keys that are flags and variables, too; these have no lists or tables.
 OPTIONS = [key for key in _keys_of("") if key in KEYS and key != "exclude"]
 
 
@@ -490,6 +496,7 @@ def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = Fal
         # A flag outweighs the variable, and both outweigh the file.
         texts = {flag_of(key): flags.get(key), variable_of(key): environ.get(variable_of(key))}
         for source, text in texts.items():
+            # An empty text counts only for a key that can be empty; else as if it were not set.
             if text or (text == "" and KEYS[key].accepts("")):
                 values[key] = KEYS[key].parse_text(text, source)
                 sources[key] = source
@@ -512,6 +519,7 @@ def unknown_variables(environ: Environment) -> Iterator[str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that a mistyped one may stand for."""
     import difflib  # here, because it would cost 2 ms of each start
 
     return next(iter(difflib.get_close_matches(word, known, 1)), None)
@@ -519,7 +527,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
     """Return the path of the configuration file, and its content; raises ConfigError."""
-    path, named_by = DEFAULT_CONFIG_FILE, ""
+    path, named_by = DEFAULT_CONFIG_FILE, ""  # the flag or variable that has the path
     if text := environ.get(variable_of("config_file")):
         path, named_by = text, variable_of("config_file")
     if text := flags.get("config_file"):
@@ -528,6 +536,7 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
 
     try:
         with open(path, "rb") as content:
+            # With or without the mark (BOM) that some editors put at the beginning.
             return file, tomllib.loads(content.read().decode("utf-8-sig"))
     except FileNotFoundError:
         if not named_by:
@@ -546,7 +555,7 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
 
     prefix: the beginning of each message, which is the file's path, a colon and a space.
     """
-    path = heading.strip("[]")
+    path = heading.strip("[]")  # "sharing.resources"
     if not isinstance(table, dict):
         raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
 
@@ -561,6 +570,8 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
         inner = f"{path}.{key}".lstrip(".")
         if key not in known:
             raise ConfigError(f"{source}unknown key {key!r}; {_advice(key, known)}")
+
+        # A key's value, a table [inner], or rows [[inner]].
         if key in KEYS:
             values[key] = KEYS[key].parse(value, f"{source}{key}")
         elif kind := TABLES.get(f"[{inner}]"):
@@ -595,7 +606,7 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
 
     sharing = settings.sharing
-    mounts: dict[str, Mount] = {}
+    mounts: dict[str, Mount] = {}  # by path in the container
     source = f"{prefix}[[mounts]] container"
     for mount in settings.mounts:
         target = KEYS["container"].parse(mount.container or mount.host, source)
@@ -631,7 +642,8 @@ def _sharing_conflict(
         return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
-    # A name that is generated for a card or an architecture, or with unit = "board" for a board.
+
+    # All names that resource_name() can generate, whatever cards this node has.
     board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
     if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
@@ -687,7 +699,8 @@ MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 # value. Its results are called DEAD_… below.
 ALL_ONES = 0xFFFFFFFF
 
-# errno values that mean absence. OWN_ERRORS are the daemon's, not the chip's.
+# errno values that mean absence (ELOOP: a link to itself). OWN_ERRORS are the daemon's, not the
+# chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -830,7 +843,7 @@ def read_attribute(path: str) -> str:
 
 
 def read_text(path: str) -> str | None:
-    """Return the text of a file of the kernel's, None on any error."""
+    """Return the text of a file in sysfs or procfs, None on any error."""
     with suppress(OSError), open(path, "rb", 0) as file:
         return file.read().decode("utf-8", "replace").strip()
     return None
@@ -932,6 +945,7 @@ def _pci_id(path: str) -> int:
 def _with_present_state(settings: Settings, function: PciFunction) -> PciFunction:
     """Return a function with its present NUMA node, driver and device file."""
     text = if_exists(read_attribute, f"{function.directory}/numa_node")
+    # sysfs has -1 on a platform that does not say.
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
 
     # The usual case: the known device file is still the chip's.
@@ -979,8 +993,8 @@ PROCESSES_MAX = 1000  # that are shown of a chip
 def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """Return the processes that opened a device file; None if unknown (a driver before 2.5).
 
-    There is a line for each time, and a process can open the file a million times: so no more is
-    read than is useful.
+    The driver's list has a line for each open file, and any user can open the device file a million
+    times: so no more of it is read than is useful.
     """
     proc = settings.proc_root
     try:
@@ -989,7 +1003,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     except OSError:
         return None
     pids = {int(pid) for pid in re.findall(rb"\d+", b"".join(lines))}
-    if 0 in pids:  # this is another PID namespace than that of the processes
+    if 0 in pids:  # the kernel's number for a process outside of our PID namespace
         return None
 
     rows = []
@@ -1175,8 +1189,8 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
-# The least that hwmon makes of ALL_ONES: of watts in µW, in 32 bits. With the smaller factors of
-# other units the result is larger.
+# The least number that hwmon shows for a register of all ones: that of power, which the driver
+# converts from W to µW in 32 bits. With the smaller factors of other units the number is larger.
 DEAD_VALUE = ALL_ONES * 10**6 % 2**32
 DEAD_VOLTAGE = 65535  # mV, of in0_max
 DEAD_LINK_WIDTH = 63  # lanes, in a field of 6 bits
@@ -1254,8 +1268,11 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
         "class": function.class_device,
         "pci": function.directory,
     }
+
     values = {}
     for sensor in SENSORS:
+        # Drivers and firmware offer different ones. An unreadable one is no reason to lack the
+        # others; whether the chip is well is for its telemetry to show.
         with suppress(OSError):
             text = read_attribute(f"{directories[sensor.source]}/{sensor.attribute}")
             value = sensor.parse(text)
@@ -1314,8 +1331,8 @@ UNREADABLE = (
     Kind.RESETTING,
     Kind.READ_ERROR,
 )
-NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # but cooling
-WAITING = "waiting for firmware telemetry"  # text of the fault of a chip that has just returned
+NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
+WAITING = "waiting for firmware telemetry"  # text of a chip's fault that ChipState.vanish() keeps
 
 
 class Fault(NamedTuple):
@@ -1382,6 +1399,8 @@ class Vitals(NamedTuple):
         has_tripped = trips is not None and self.trips is not None and trips > self.trips
         degrees = telemetry.temperature
         limit = hot_limit(telemetry, settings)
+
+        # All values anew: `empty_since` ends with this reading.
         return Vitals(
             heartbeat=heartbeat,
             misses=misses,
@@ -1599,6 +1618,10 @@ def places(chips: Chips) -> dict[str, Place]:
 
 
 def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
+    """Return the places of a Galaxy's chips, by their buses.
+
+    One bus that no Galaxy has shows a virtual machine, in which the others mean nothing either.
+    """
     found, strange = {}, []
     for chip in chips:
         domain, bus, *_ = address_numbers(chip.bdf)
@@ -1625,8 +1648,8 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
         reason = f"{len(on_bus)} chips report the serial number {serial}, but a p300 has 2"
         return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
 
-    # If the board was moved to another slot, its former addresses are not on the bus. If it is
-    # absent there as well, any of its addresses will do.
+    # More than two were seen if the board was moved to another slot: then its former addresses are
+    # not on the bus. If it is absent there as well, any two of its addresses will do.
     found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
     members = on_bus if len(chips) > 2 and on_bus else chips[-2:]
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
@@ -1638,9 +1661,9 @@ class ChipState:
 
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
-    fault_kind: str | None = None  # value of the present fault's kind …
-    since: float | None = None  # … and when that began, Unix time
-    telemetry: Telemetry | None = None  # since its device file appeared
+    fault_kind: str | None = None  # value of the present fault's kind
+    since: float | None = None  # Unix time at which faults of this kind began; None: unknown
+    telemetry: Telemetry | None = None  # last values, while they are true
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
 
@@ -1652,16 +1675,20 @@ class ChipState:
     def vanish(self, function: PciFunction) -> None:
         """Record that it has no device file.
 
-        When it is back, it is as ill as it is now, until there is a reading.
+        When the file is back, the chip has a fault of the present kind until it has been read.
         """
         self.chip = self.chip._replace(function=function)
         if self.chip.fault and self.chip.had_device_file:
             waiting = self.chip.fault._replace(text=WAITING)
             self.chip = self.chip._replace(telemetry_fault=waiting)
+
+        # The driver asks the firmware again when it is bound: from then on FIRMWARE_TIMEOUT counts.
         self.vitals = self.vitals._replace(empty_since=None)
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
+        """Record a reading: the chip's identity, its fault, and the values to show."""
         telemetry = reading.telemetry
+
         # The slot has another card by now: nothing of the former one counts.
         if telemetry.identity.contradicts(self.chip.identity):
             self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
@@ -1683,7 +1710,8 @@ class ChipState:
         if has_values:
             self.telemetry = telemetry
         elif fault and fault.kind is Kind.SILENT:
-            self.telemetry = None  # its last values are no longer true
+            # Its last values are no longer true. Those of an unreadable chip are not shown.
+            self.telemetry = None
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
@@ -1776,6 +1804,7 @@ class Inventory:
         self.unsupported = tuple(sorted(each.bdf for each in found if not each.arch))
         functions = {function.bdf: function for function in found if function.arch}
         for bdf, function in functions.items():
+            # A card of another model in the slot is another chip.
             state = self.states.get(bdf)
             if state is None or not state.chip.function.is_same_model(function):
                 state = self.states[bdf] = ChipState(Chip(function))
@@ -1800,7 +1829,7 @@ class Inventory:
         """Record readings of chips."""
         for reading in readings:
             state = self.states[reading.function.bdf]
-            # A chip that has been renumbered since was read under its former number.
+            # A reading from before the chip was renumbered is out of date.
             if state.chip.function.ordinal == reading.function.ordinal:
                 state.apply(reading, settings)
 
