@@ -1978,6 +1978,8 @@ def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
     """Return the resources of these chips, which are by address and in that order."""
     listed = [chip for chip in chips.values() if chip.is_listed]
     devices = devices_by_name(listed, settings)
+
+    # An excluded chip takes its whole device out of service.
     excluded = chips.keys() & set(settings.exclude)
     for device in chain(*devices.values()):
         if not device.addresses.isdisjoint(settings.exclude):
@@ -2025,10 +2027,15 @@ def resource_name(chip: Chip, settings: Settings) -> str:
 def _configured_resources(
     devices: Mapping[str, list[Device]], excluded: ChipAddresses, settings: Settings
 ) -> Resources:
+    """Return resources by full name: the shared devices of each name, and the exclusive others.
+
+    `devices`: by the name of their resource, unshared and without the domain.
+    """
     sharing = settings.sharing
     found: Resources = {}
 
     def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
+        """Add the resource with this short name, if it has devices."""
         by_id = {}
         for device in members:
             by_id.update(dict.fromkeys(replica_ids(device.id, replicas), device))
@@ -2136,7 +2143,7 @@ MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older 
 Label = Callable[["Hold"], str]  # returns the name of its pod
 # "namespace/name" of pods by resource, ID and container: two, if both were given the ID
 PodNames = Mapping[tuple[str, str, str], Collection[str]]
-HoldKey = tuple[str, str, str, str]
+HoldKey = tuple[str, str, str, str]  # pod, container, resource, name of the answer
 
 
 class Hold(NamedTuple):
@@ -2260,7 +2267,10 @@ def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
 
 
 def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
-    """Return the hold of an answer, without resource, IDs and pod."""
+    """Return the hold of an answer, without resource, IDs and pod.
+
+    Another plugin's has the PCI addresses in its texts, and its device files: see with_chips().
+    """
     ours = frozenset(filter(BDF.fullmatch, answer.envs.get(ADDRESSES, "").split(",")))
     if not ours:
         texts = [*answer.envs.values(), *(each.name for each in answer.cdi_devices)]
@@ -2272,13 +2282,17 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
     for mount in answer.mounts:
         parent, name = os.path.split(mount.host_path)
         hugetlbfs, own = os.path.split(parent)
-        # The host's own hugetlbfs, of hugepages = "host", is nobody's. And no mount of the
-        # administrator's may be emptied, such as /var/lib/tt-device-plugin/models.
+
+        # Only what lies in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
+        # itself, which hugepages = "host" mounts, and no mount of the administrator's, such as
+        # /var/lib/tt-device-plugin/models.
         is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        has_locks = mount.container_path == SHM and mount.host_path != SHM
         if is_private and name not in ("", ".", ".."):
             directories.append(mount.host_path)
-        elif mount.container_path == SHM != mount.host_path:
+        elif has_locks:
             locks = mount.host_path
+
     return Hold(
         "",
         frozenset(),
@@ -2323,6 +2337,7 @@ def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
 
 @lru_cache(maxsize=32)  # each checkpoint has the same thousands of replicas, in another order
 def _impossible(ids: DeviceIds) -> DeviceIds:
+    """Return those of these IDs that the daemon cannot have given."""
     return frozenset(each for each in ids if not POSSIBLE_ID.fullmatch(each))
 
 
@@ -2396,7 +2411,7 @@ class Cgroups:
         return self._populated[pod]
 
     def containers(self, pod: str) -> frozenset[str]:
-        """Return the cgroups of a pod's containers, pause process included, by their names."""
+        """Return the names of the cgroups of a pod's containers, pause process included."""
         found: set[str] = set()
         for directory in self._of(pod):
             for each in if_exists(os.scandir, directory) or ():
@@ -2406,7 +2421,9 @@ class Cgroups:
 
     def has_populated(self, pod: str, containers: Iterable[str]) -> bool:
         """Return whether a process is in one of these cgroups of a pod."""
-        paths = [f"{directory}/{name}" for directory in self._of(pod) for name in containers]
+        paths: list[str] = []
+        for name in containers:
+            paths += [f"{directory}/{name}" for directory in self._of(pod)]
         return any(map(self._has_processes, paths))
 
     def _has_processes(self, directory: str) -> bool:
@@ -2459,8 +2476,8 @@ class HoldState:
     left_at: float = -inf  # when the checkpoint lost it
     cgroup_seen: bool = False  # its pod's, since the answer or the boot
     start: Start = Start.NONE
-    allowed_at: float = 0.0  # when that start was allowed …
-    containers: frozenset[str] = frozenset()  # … and the pod's container cgroups at that moment
+    allowed_at: float = 0.0  # when that start was allowed
+    containers: frozenset[str] = frozenset()  # the pod's container cgroups when it was allowed
 
     @property
     def pod_key(self) -> HoldKey | str:
@@ -2477,6 +2494,10 @@ class HoldState:
         return bool(self.hold.pod) and not self.is_in_checkpoint
 
     def to_saved(self) -> Json:
+        """Return the state for the next daemon of this boot; from_saved() is the reverse.
+
+        `left_at` is left out: it matters for MISSING_FOR only.
+        """
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
         hold["chips"] = sorted(self.hold.chips)
         return {
@@ -2492,11 +2513,13 @@ class HoldState:
     @classmethod
     def from_saved(cls, saved: Json) -> HoldState:
         """Return a hold of the last daemon. Raises many errors: see StateFile."""
+        # JSON has lists in place of sets and tuples.
         hold = saved["hold"]
         for key, kind in (("ids", frozenset), ("chips", frozenset)):
             hold[key] = kind(hold[key])
         for key in ("device_files", "directories"):
             hold[key] = tuple(hold[key])
+
         return cls(
             Hold(**hold),
             answered_at=saved["answered_at"],
@@ -2523,19 +2546,25 @@ class Call(NamedTuple):
 
 
 class HoldBook:
-    """The holds of this host. Times are seconds of the monotonic clock."""
+    """The holds of this host: from answers, from checkpoints, and from the last daemon.
+
+    refresh() reads what has changed; how far pods run is read from their cgroups on demand. Times
+    are seconds of the monotonic clock.
+    """
 
     def __init__(self, settings: Settings, saved: Iterable[HoldState]) -> None:
+        """`saved`: the states of the last daemon of this boot."""
         self.checkpoint_stamp: FileStamp | None = None  # of the checkpoint that was read last
         self.has_read = False  # a checkpoint was parsed
         self.problem: str | None = None  # why the present checkpoint cannot be used
         self.unreadable: Sequence[str] = ()  # its entries that cannot be read
         self.names: dict[str, str] = {}  # "namespace/name" by UID
+
         self._path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
         self._domain = ""  # for which the checkpoint was read
         self._cgroups = Cgroups(settings.sysfs_root)
-        self._is_stale = True  # an observation has failed
-        self._has_new_entries = False  # of a checkpoint that was read
+        self._is_stale = True  # cgroups must be listed; stays so while that fails
+        self._has_new_entries = False  # the states do not have those of the checkpoint yet
         self._checkpoint = Checkpoint()
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
         # In the order in which they were answered or found.
@@ -2549,6 +2578,7 @@ class HoldBook:
         self._has_new_entries |= self._read_checkpoint(domain)
         self._is_stale |= look or self._has_new_entries
         if self._is_stale:
+            # Cgroups first: of a new entry's pod it matters whether it has one.
             self._cgroups.refresh()
             if self._has_new_entries:
                 self._take_entries(now)
@@ -2571,7 +2601,7 @@ class HoldBook:
             return False
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in OWN_ERRORS:
-                self.checkpoint_stamp = None
+                self.checkpoint_stamp = None  # so that the next call reads it again
                 raise
             self._note_problem("cannot be read", str(error))
             return False
@@ -2588,6 +2618,7 @@ class HoldBook:
         return True
 
     def _note_problem(self, what: str, why: str) -> None:
+        """Record that the checkpoint cannot be used, and log that once."""
         if self.problem is None:
             log.warning("%s %s (%s); its last content stays in use", self._path, what, why)
         self.problem = f"{CHECKPOINT} {what}"
@@ -2608,7 +2639,7 @@ class HoldBook:
                 state.left_at = now
 
     def _unnamed(self, hold: Hold) -> HoldState | None:
-        """Return the state of an answer that a checkpoint names for the first time."""
+        """Take out the state of an answer that a checkpoint names for the first time."""
         return self._states.pop(("", "", hold.resource, hold.name), None) if hold.name else None
 
     def _found(self, hold: Hold) -> HoldState:
@@ -2627,18 +2658,22 @@ class HoldBook:
                 state.cgroup_seen = self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
-            # A static pod comes back under its UID, and would seem to have run on.
+
+            # A pod without an entry or a cgroup may have ended. That is noted at once: a static pod
+            # comes back under its UID, and would seem to have run on.
             if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
 
-        # The state of one that is not current stays while its entry is there, or can be: the next
-        # refresh would take a pod that has ended for one whose cgroup does not exist yet. And a
-        # recent one may have used a directory that another recent answer names: directory_for().
+        # A hold that is not current keeps its state while its entry is in the checkpoint, or can
+        # return to it: without the state, the next refresh would take a pod that has ended for one
+        # whose cgroup does not exist yet. A recent hold keeps it because it may have used a
+        # directory that another recent answer names: see directory_for().
         for key in [*self._states]:
             state = self._states[key]
             was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
             if not (was_there or state.is_recent(now) or self.is_current(state, now)):
                 del self._states[key]
+
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
@@ -2661,6 +2696,7 @@ class HoldBook:
             self._note_end(state)
 
     def _note_end(self, state: HoldState) -> None:
+        """Note that a pod has ended, if its containers were started and its cgroup is empty."""
         pod = state.hold.pod
         if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
             state.start = Start.OVER
@@ -2676,7 +2712,9 @@ class HoldBook:
             is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
             if is_same and not state.hold.pod and state.start is Start.NONE:
                 same.append(key)
-        for key in same[: 1 - UNNAMED_MAX]:
+
+        oldest = same[: 1 - UNNAMED_MAX]  # with the new one, UNNAMED_MAX are left
+        for key in oldest:
             del self._states[key]
         self._states[hold.key] = HoldState(hold, answered_at=now)
 
@@ -2726,7 +2764,8 @@ class HoldBook:
             if is_same and self._may_call(state, now):
                 callers.append(state)
 
-        # An entry is missing for a moment, or for good: the kubelet has given its IDs away since.
+        # An entry that is missing can return within MISSING_FOR, but not if the kubelet has given
+        # the IDs to another pod since: then its own pod was deleted.
         present = [state for state in callers if not state.has_left]
         given_at = max((state.answered_at or 0.0 for state in present), default=0.0)
         callers = [
@@ -2737,6 +2776,7 @@ class HoldBook:
         return Call(resource, ids, chips, callers)
 
     def _may_call(self, state: HoldState, now: float) -> bool:
+        """Return whether a pod can have made a PreStartContainer call with its hold's IDs."""
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
         if state.has_left:
@@ -2807,7 +2847,8 @@ class HoldBook:
         names = dict(self.names)
         for key, holders in pods.items():
             unnamed = holders - names.keys()
-            possible = {*listed.get(key, ())} - {names[pod] for pod in holders - unnamed}
+            taken = {names[pod] for pod in holders - unnamed}
+            possible = {*listed.get(key, ())} - taken
             if len(unnamed) == len(possible) == 1:  # else it is not known which is whose
                 names[unnamed.pop()] = possible.pop()
         self.names = names
@@ -2832,12 +2873,11 @@ class HoldBook:
                         return basename(state.hold.directories[0])
             return None
 
-        used = {
-            directory
-            for state in self._states.values()
-            if state.cgroup_seen or state.start is not Start.NONE
-            for directory in state.hold.directories
-        }
+        used: set[str] = set()
+        for state in self._states.values():
+            if state.cgroup_seen or state.start is not Start.NONE:
+                used.update(state.hold.directories)
+
         for state in reversed(self._states.values()):
             is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
             is_unused = used.isdisjoint(state.hold.directories)
@@ -2846,17 +2886,21 @@ class HoldBook:
         return None
 
     def left_behind(self, call: Call, holds: Iterable[Hold]) -> set[str]:
-        """Return the hugepage directories that are to be emptied before a start.
+        """Return the hugepage directories that must be emptied before a start.
 
-        These are those that only holds of its chips name of which none runs, but none of a possible
-        caller: a pod that was killed leaves its files, and the kubelet gives its chips away before
-        its cgroup goes. `holds`: the current ones.
+        A pod that was killed leaves its files, and with them the pages that its successor needs;
+        and the kubelet gives its chips away before its cgroup is removed. So these are those of the
+        holds of the call's chips, except those that belong to a pod that runs, to a hold of
+        other chips only, or to a possible caller. `holds`: the current ones.
         """
         found: set[str] = set()
         kept = {*call.directories}
         for hold in holds:
-            is_in_use = call.chips.isdisjoint(hold.chips) or self.runs(self._states[hold.key])
-            (kept if is_in_use else found).update(hold.directories)
+            has_other_chips = call.chips.isdisjoint(hold.chips)
+            if has_other_chips or self.runs(self._states[hold.key]):
+                kept.update(hold.directories)
+            else:
+                found.update(hold.directories)
         return found - kept
 
 
@@ -2874,25 +2918,28 @@ def advertise(
     and healthy if all chips of the hold are. Every other ID is withheld while a hold has one of its
     chips under another resource, or under an ID of another device.
     """
-    changed: dict[str, dict[str, Device]] = defaultdict(dict)
-    held: set[tuple[str, str]] = set()
+    changed: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
+    held: set[tuple[str, str]] = set()  # resource and ID
+
+    # The IDs of holds. Those that the configuration gives for the same chips stay as they are.
     for hold in holds:
         configured = offer.resources.get(hold.resource)
         if not hold.is_ours and not configured:
-            continue
+            continue  # another plugin's resource, under a name that is not one of ours
         for device_id in sorted(hold.ids):
             held.add((hold.resource, device_id))
             device = configured.devices.get(device_id) if configured else None
             # After a reboot, a board is incomplete until its chips report their serial number.
-            is_same = device and device.addresses <= hold.chips and not device.incomplete
-            if not is_same:
+            is_given = device and device.addresses <= hold.chips and not device.incomplete
+            if not is_given:
                 changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
 
+    # Other IDs that the configuration gives for chips of holds.
     for hold in holds:
         for bdf in hold.chips & offer.by_chip.keys():
             resource, ids = offer.by_chip[bdf]
-            is_same = hold.resource == resource.name and not hold.ids.isdisjoint(ids)
-            if is_same or hold.shares_device(resource.name, ids):
+            has_device = hold.resource == resource.name and not hold.ids.isdisjoint(ids)
+            if has_device or hold.shares_device(resource.name, ids):
                 continue
             for device_id in ids:
                 if (resource.name, device_id) not in held:
@@ -2909,12 +2956,17 @@ def advertise(
 
 
 def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> Device:
+    """Return the device of an ID that only a hold gives.
+
+    `chips`: also those that were not seen since boot, see decide().
+    """
     members = tuple(chips[bdf] for bdf in sorted(hold.chips, key=address_numbers))
     place = Place(device_id)
     return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
 
 
 def _withheld_device(device: Device, hold: Hold, label: Label) -> Device:
+    """Return a device as the kubelet gets it while a pod holds its chips by another ID."""
     held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
     reason = f"held until {label(hold)} ends (as {held_as})"
     return device._replace(holder=label(hold), withheld=reason)
@@ -2999,7 +3051,10 @@ class Directories:
             self._made.add(path)
 
     def note_locks(self, path: str) -> None:
-        """Have a directory emptied once no current hold names it, as users of a former daemon's."""
+        """Have a directory for locks emptied once no current hold names it.
+
+        It can be another daemon's, or that of a hold under a former configuration.
+        """
         if path != SHM:  # the host's own
             self._lock_paths.add(path)
 
@@ -3022,9 +3077,12 @@ class Directories:
     def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
         """Return the directories that no current hold names; raises OSError.
 
-        In the daemon's first seconds no older ones: the checkpoint can be late.
+        In the daemon's first WRITTEN_WITHIN seconds those that it found are left out: holds of the
+        daemon before it may not be in the checkpoint yet.
         """
-        named = {path for hold in holds for path in (*hold.directories, hold.locks)}
+        named: set[str] = set()
+        for hold in holds:
+            named.update(hold.directories, [hold.locks])
         present = {*self._hugepage_paths(), *self._lock_paths}
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
@@ -3057,7 +3115,10 @@ class Directories:
                     yield f"{parent}/{name}"
 
     def _clear(self, path: str, now: float, steps: Steps, *, is_kept: bool) -> None:
-        """Remove a directory for hugepages, or empty it; raises OutOfSteps."""
+        """Empty a directory for locks; remove one for hugepages, or empty it if it `is_kept`.
+
+        Raises OutOfSteps. A directory that resists is recorded, and logged once.
+        """
         try:
             if path in self._lock_paths:
                 _check_lock_dir(dirname(path))
@@ -3074,8 +3135,10 @@ class Directories:
                 with _opened_own_directory(dirname(path)) as parent:
                     _remove_entry(basename(path), parent, steps)
             self.resisting.pop(path, None)
+
         except FileNotFoundError:
             self.resisting.pop(path, None)
+
         except OSError as error:
             reason = error.strerror or str(error)
             former = self.resisting.get(path)
@@ -3114,11 +3177,13 @@ def _check_lock_dir(path: str) -> None:
 def _empty(directory: int, steps: Steps) -> None:
     """Remove all that is in an open directory, also beside what cannot be removed.
 
-    A tree can be deeper than there are descriptors, or bytes in a path. So what a subdirectory
-    contains is moved up beside it first, until nothing is nested.
+    Raises OutOfSteps, or the first OSError. A tree can be deeper than there are descriptors, or
+    bytes in a path. So what a subdirectory contains is moved up beside it first, until nothing is
+    nested.
     """
     failures: list[OSError] = []
-    has_moved = True
+    has_moved = True  # so there are entries that the last pass may not have seen
+
     try:
         while has_moved:
             has_moved = False
@@ -3132,19 +3197,26 @@ def _empty(directory: int, steps: Steps) -> None:
                 except OSError as error:
                     failures.append(error)
     except OutOfSteps:
+        # A directory that resists is tried again after a pause: it must not take all steps of
+        # each turn.
         if not failures:
             raise
+
     if failures:
         raise failures[0]
 
 
 def _move_up(name: str, parent: int, steps: Steps, failures: list[OSError]) -> bool:
-    """Remove the files of a subdirectory, and move its directories to the parent, if there are."""
+    """Remove a subdirectory's files, and move its directories to the parent.
+
+    Returns whether there were directories. What cannot be removed or moved is added to `failures`.
+    """
     has_moved = False
     with _opened_directory(name, parent) as directory:
         for entry in _entries(directory, steps):
             try:
                 if entry.is_dir(follow_symlinks=False):
+                    # Its own name may exist in the parent as well.
                     new = f"moved-{os.urandom(8).hex()}"
                     os.rename(entry.name, new, src_dir_fd=directory, dst_dir_fd=parent)
                     has_moved = True
@@ -3175,7 +3247,7 @@ def _remove_entry(name: str, parent: int, steps: Steps) -> None:
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Have an OSError name this path, unless it has a whole path: many have none, or a name."""
+    """Put this path into an OSError that has no absolute one, as those of open directories."""
     try:
         yield
     except OSError as error:
@@ -3204,6 +3276,7 @@ def _is_directory(path: str, mode: int) -> bool:
 
 
 def _is_roots(status: os.stat_result) -> bool:
+    """Return whether root owns a file, or the daemon's user if that is another one."""
     return status.st_uid in (0, os.geteuid())
 
 
