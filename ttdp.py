@@ -3348,8 +3348,8 @@ class Cost(NamedTuple):
 
     boards: int = 0  # with a chosen device
     numa_nodes: int = 0  # of these boards
-    whole_boards: int = 0
-    whole_numa_nodes: int = 0
+    whole_boards: int = 0  # of these boards: a choice that breaks up no whole one is better
+    whole_numa_nodes: int = 0  # of these nodes
     tray_groups: int = 0  # groups of neighbouring trays
     links: int = 0  # between chosen chips of a tray; negative, as more are better
     whole_halves: int = 0  # halves of trays with a chosen chip
@@ -3399,6 +3399,7 @@ class Board:
         return min(map(self._choice, combinations(self.candidates, size)))
 
     def _choice(self, devices: tuple[int, ...]) -> Choice:
+        """Return the choice of these candidates, together with those chosen by their rank."""
         # A device that is a whole tray has the position of its first chip, which makes no
         # difference: it has no links inside, and each tray counts as one half.
         positions = self.chosen | {self.candidates[number] for number in devices}
@@ -3459,6 +3460,7 @@ def check_replicas(resource: Resource, number: int) -> None:
 
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
+    """Raise RequestError if no choice of this size fits these IDs, or if one is unknown."""
     invalid = Status.INVALID_ARGUMENT
 
     if unknown := sorted((free | required).difference(resource.devices)):
@@ -3493,6 +3495,8 @@ def _ids_by_rank(
     for number, ids in enumerate(resource.ids_by_device):
         left = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(left)
+
+        # Of a device, must-includes first; most have none, nor a last choice.
         if not special.isdisjoint(left):
             left.sort(key=lambda each: (each not in required, each in last_choices))
 
@@ -3553,6 +3557,7 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
                 best[key] = choice
         choices = list(best.values())
 
+    # After the last board all nodes and trays are counted, and all choices have `size` candidates.
     (choice,) = choices
     return choice.devices
 
@@ -3566,6 +3571,7 @@ def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
     in_use = [len(board.candidates) for board in boards if board.chosen]
     others = [len(board.candidates) for board in boards if not board.chosen]
 
+    # Each further board that is taken into use is the one with the most candidates.
     fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
     for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
         fewest += [number] * room
@@ -3653,10 +3659,10 @@ def container_edits(
     """
     chips = sorted(chips, key=lambda chip: address_numbers(chip.bdf))
     addresses = ",".join(chip.bdf for chip in chips)
+    edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
 
     # tt-umd reads an integer as an index into the devices inside the container, so the host's
     # device number would be wrong.
-    edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
@@ -3706,6 +3712,7 @@ def cdi_spec(
     offered = [its_nodes for bdf, its_nodes in nodes.items() if bdf not in excluded]
     if offered:
         nodes["all"] = list(chain(*offered))
+
     devices = []
     for name, device_nodes in nodes.items():
         devices.append({"name": name, "containerEdits": {"deviceNodes": device_nodes}})
@@ -3722,7 +3729,10 @@ def cdi_spec(
 
 
 def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the device files by device in a CDI file; raises ValueError."""
+    """Return the host's device file of each device in a CDI file of cdi_spec().
+
+    "all" is left out, and the names are addresses then. Raises ValueError for another text.
+    """
     try:
         nodes = {}
         for device in json.loads(spec)["devices"]:
@@ -3756,28 +3766,35 @@ def feature_file(
 
 
 def _resource_labels(resource: Resource) -> dict[str, str]:
+    """Return the labels of a resource's existing devices, without its name in the keys."""
     unique = resource.unique_devices
     devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
+    # A shared resource that has kept its name is told apart by its product.
     product = common_value(chip.board_type for chip in chips)
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
+
     complete = [device for device in devices if not device.incomplete]
     memory = {sum(chip.memory for chip in device.chips) for device in complete}
-    numbers: Counter[object] = Counter()  # of chips, by board
+
+    # A device can be one chip of its board, so whole boards are counted by their chips.
+    numbers: Counter[object] = Counter()
     for device in devices:
         numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
     sizes = {device.place.board: device.place.board_size for device in devices}
     whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
-    numa_nodes = {chip.function.numa_node for chip in chips} - {None}
 
+    numa_nodes = {chip.function.numa_node for chip in chips} - {None}
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
     labels["count"] = str(len(devices))
     labels["product"] = product
     labels["replicas"] = str(resource.replicas or 1)
     labels["sharing"] = "true" if resource.replicas else "false"
     labels["boards"] = str(len(whole_boards))
+
+    # One value for all devices, or none.
     if len(memory) == 1 and memory != {0}:
         labels["memory"] = str(memory.pop())
     if numa_nodes:
@@ -3792,6 +3809,7 @@ def common_value(values: Iterable[str | None]) -> str:
 
 
 def _version_labels(subject: str, version: str) -> dict[str, str]:
+    """Return the labels of a version: the whole, and its first two numbers."""
     labels = {f"{subject}.version": version}
     numbers = re.findall(r"\d+", version)
     for part, number in zip(("major", "minor"), numbers, strict=False):
@@ -3827,7 +3845,7 @@ class Decision:
 
     @cached_property
     def devices(self) -> dict[str, tuple[Resource, Device]]:
-        """Return each chip's resource and device: rather a configured than a reserved one."""
+        """Return each chip's resource and device, preferring a configured to a reserved one."""
         found: dict[str, tuple[Resource, Device]] = {}
         for resource in self.resources.values():
             for device in resource.unique_devices:
@@ -3872,6 +3890,7 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
 
 
 def pod_label(hold: Hold, names: Mapping[str, str]) -> str:
+    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
     if not hold.pod:
         return "a pod that is being admitted"
     return names.get(hold.pod, f"pod {hold.pod}")
@@ -3931,11 +3950,15 @@ def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogL
     before = former.chips.get(bdf) if former else None
     if former and chip == before and is_logged(former, bdf) == is_logged(decision, bdf):
         return
+
+    # Of a chip that is not a device, only an invalid device file is a reason for a line.
     if not is_logged(decision, bdf):
         is_new = before is None or not before.function.file_fault
         if chip.function.file_fault and is_new and not decision.is_out_of_service(bdf):
             yield logging.WARNING, f"{chip.display_name} is not advertised: {chip.reason}"
         return
+
+    # For the log, a chip that it has not had so far is a new one.
     if former and before and not is_logged(former, bdf):
         before = None
 
@@ -3943,7 +3966,7 @@ def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogL
     if chip.is_present and (before is None or introduction != _introduction(before)):
         yield logging.INFO, f"{chip.display_name}: found {introduction}"
 
-    # If the driver is unloaded, an absent chip's fault is the same, but its command is another.
+    # If the driver is unloaded, the kind of an absent chip's fault stays, but its command changes.
     fault_before = before.fault if before else None
     kind_before = fault_before.kind if fault_before else None
     has_new_command = before is not None and chip.reason != before.reason and not chip.is_present
@@ -3975,11 +3998,11 @@ def _introduction(chip: Chip) -> str:
 def missing_chips(decision: Decision) -> Iterator[str]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
 
-    An excluded chip is not missing, nor need one be whose board is not known: it can be that one.
+    An excluded chip is not missing. A chip whose board is not known may be the one that is.
     """
-    whole: dict[str, int] = {}  # how many chips there should be …
-    found = defaultdict(list)  # … and which there are, by board or Galaxy
-    unknown = 0
+    whole: dict[str, int] = {}  # number of chips of the whole, by the name of a board or Galaxy
+    found = defaultdict(list)  # addresses of the chips found, by that name
+    unknown = 0  # chips whose board is not known
     for bdf, place in places(decision.chips.values()).items():
         if place.tray:
             name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
@@ -4202,6 +4225,7 @@ def plugin_metrics(
     samples = Samples("tt_", PLUGIN_METRICS)
     if decision.observation.driver:
         samples.add("driver_info", 1, version=decision.observation.driver)
+
     drivers = ["unsupported"] * len(decision.observation.unsupported)
     for bdf, chip in decision.chips.items():
         if chip.function.on_bus and not decision.is_out_of_service(bdf):
@@ -4214,9 +4238,12 @@ def plugin_metrics(
         unhealthy = sum(1 for device in resource.devices.values() if device.reason)
         add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
         add("resource_devices", unhealthy, health="unhealthy")
+
         registration = registrations.get(name, Registration())
         add("kubelet_registered", 1 if registration.phase is Phase.REGISTERED else 0)
         add("kubelet_registrations_total", registration.successes)
+
+        # Prometheus' advice: a counter exists from the start, so that its first step is seen.
         for result in ("granted", "refused"):
             add("allocations_total", counts.get((name, result), 0), result=result)
 
@@ -4228,10 +4255,14 @@ def plugin_metrics(
 def status_line(
     decision: Decision, registrations: Registrations, problems: Iterable[str | None] = ()
 ) -> str:
-    """Return a summary for operators."""
+    """Return a summary for operators, which systemd shows as the service's status.
+
+    `problems`: further ones, for the end; None for those that do not exist.
+    """
     parts = [summary(resource) for resource in decision.resources.values()]
     if problem := driver_problem(decision):
         parts.insert(0, str(problem))
+
     if not parts and decision.chips:
         number = pluralize(len(decision.chips), "chip")
         parts = [f"{number}, but no device to offer; for the reason, run: tt-device-plugin list"]
@@ -4239,12 +4270,14 @@ def status_line(
         parts = ["no Tenstorrent device on this node; waiting for one"]
     parts += [f"{bdf} is not supported" for bdf in decision.observation.unsupported]
 
+    # One text for all resources; if they differ, those that are not registered have a name.
     texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:  # name only resources that are not registered
+    if len(texts) > 1:
         texts = set()
         for name, registration in registrations.items():
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
+
     parts += sorted(filter(None, texts))
     parts += filter(None, [decision.observation.checkpoint_problem, *problems])
     return "; ".join(parts)
@@ -4298,9 +4331,10 @@ def view_of_node(
     """
     settings = decision.observation.settings
     used_by = users(decision)
+
     chips, faults = [], {}
     for bdf, chip in decision.chips.items():
-        state = states.get(bdf) or ChipState(chip)
+        state = states.get(bdf) or ChipState(chip)  # one that only a hold has was not seen
         pods = used_by.get(bdf, [])
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
@@ -4312,6 +4346,7 @@ def view_of_node(
         if place.board_id:
             boards[place.board_id].append(bdf)
 
+    # A chip with a fault has another line already.
     waiting = {}
     for bdf, text in decision.offer.unplaced.items():
         if bdf not in faults and not decision.is_out_of_service(bdf):
@@ -4324,6 +4359,7 @@ def view_of_node(
         if service:
             registration = service.registrations.get(name, Registration())
             row |= {"phase": registration.phase.value, "state": registration.text}
+
         for device in resource.unique_devices:
             if device.incomplete:
                 row["incomplete"][device.id] = device.incomplete
@@ -4334,6 +4370,7 @@ def view_of_node(
     of_service = service._asdict() if service else None
     if of_service:
         del of_service["registrations"]  # they are in the rows of resources
+
     return {
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
@@ -4418,6 +4455,7 @@ class ReadState(Enum):
 
 def _take(waiting: deque[PciFunction]) -> Iterator[PciFunction]:
     """Yield the chips that wait, until none is left; two threads can take from one deque."""
+    # popleft() is atomic, but a test before it could be out of date.
     with suppress(IndexError):
         while True:
             yield waiting.popleft()
@@ -4455,7 +4493,10 @@ class TelemetryReaders:
             asyncio.get_running_loop().call_soon(self._start, waiting, read)
 
     def _start(self, waiting: deque[PciFunction], read: ReadChip) -> None:
-        """Read these chips on a new thread. The time of their reads begins now."""
+        """Read these chips on a new thread. The time of their reads begins now.
+
+        Without a thread, as when the host has no processes left, each read fails with an OSError.
+        """
         for function in waiting:
             self._since[function.bdf] = monotonic()
 
@@ -4552,6 +4593,7 @@ class OutputFile:
     """
 
     def __init__(self, path: str, mode: int = 0o644, *, keep_outdated: bool = False) -> None:
+        """`keep_outdated`: do not remove the file if it cannot be written."""
         self.path = path
         self.problem: str | None = None  # why it is not as it should be
         self._mode = mode
@@ -4570,6 +4612,7 @@ class OutputFile:
             self.write(text)
 
     def write(self, text: str) -> None:
+        """Write the text; if that fails, remove a file with another text, and record why."""
         self._written = None
         problem = None
         try:
@@ -4632,11 +4675,13 @@ class OutputFiles:
     def keep(self, wanted: Mapping[str, str | None], unmanaged: Collection[str]) -> None:
         """Write these texts by path, None for no file, and remove the other files.
 
-        Files that are written by write() are unmanaged here.
+        `unmanaged`: paths of files that are neither, as write() writes them.
         """
         for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
+
+            # One that could not be removed stays, and is tried again.
             if path not in wanted and not os.path.lexists(path):
                 del self.by_path[path]
 
@@ -4688,11 +4733,13 @@ class StateFile:
             files = [str(each) for each in document["files"]]
             if not self._boot or document["boot"] != self._boot:
                 return SavedState(files)
+
             return SavedState(
                 files,
                 {bdf: ChipState.from_saved(bdf, each) for bdf, each in document["chips"].items()},
                 [HoldState.from_saved(each) for each in document["holds"]],
             )
+
         except FileNotFoundError:
             return SavedState()
         except (OSError, *OTHER_FORM) as error:
@@ -4700,6 +4747,7 @@ class StateFile:
             return SavedState()
 
     def save(self, files: Sequence[str], chips: Json, holds: Sequence[Json]) -> None:
+        """Write the file if its content has changed; see SavedState and to_saved()."""
         if self._file:
             document = {
                 "format": self.FORMAT,
@@ -4723,6 +4771,7 @@ class ServiceManager:
         self._notifier = sdnotify.SystemdNotifier()
         if self._notifier.socket:
             self._notifier.socket.setblocking(False)  # a manager that hangs must not block the loop
+        # Half of the time-out, as sd_watchdog_enabled(3) recommends.
         timeout = to_integer(environ.get("WATCHDOG_USEC"))
         self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
@@ -4745,6 +4794,7 @@ class ServiceManager:
             return []
         number = to_integer(self._environ.get("LISTEN_FDS")) or 0
         names = self._environ.get("LISTEN_FDNAMES", "").split(":")[:number]
+        # The first one is always descriptor 3.
         return [socket.socket(fileno=fd) for fd, each in enumerate(names, 3) if each == name]
 
 
@@ -4802,6 +4852,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_uevent_socket() -> socket.socket:
+    """Return a socket that receives the kernel's uevents (netlink(7)); raises OSError."""
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_KOBJECT_UEVENT)
     kernel.bind((0, 1))  # group 1 is the kernel's, 2 is udevd's
@@ -4816,6 +4867,7 @@ class UeventSocket:
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
+        """Receive events from now on; without a socket the daemon polls, which is logged."""
         try:
             self._socket = open_uevent_socket()
         except OSError as error:
@@ -4829,6 +4881,7 @@ class UeventSocket:
             self._socket.close()
 
     def _read(self, kernel: socket.socket) -> None:
+        """Take all events that wait, and report once if any of them is about our devices."""
         is_relevant = False
         while True:
             try:
@@ -4861,8 +4914,8 @@ class PluginDirectory:
         self.problem: str | None = None  # why it cannot exist yet
         self.is_watched = False
         self._wake = wake
-        self._has_changed = False  # by an event
-        self._names: frozenset[str] = frozenset()  # of others' files, without inotify
+        self._has_changed = False  # since the last take_changes(), by an event
+        self._names: frozenset[str] = frozenset()  # of others' files; kept without inotify only
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
         self._inotify_errno = 0  # of the last call
@@ -4934,7 +4987,10 @@ class PluginDirectory:
             raise PermissionError(errno.EACCES, "it is not writable")
 
     def _lock(self) -> None:
-        """Lock the directory; raises DirectoryError if another process has locked it."""
+        """Lock the directory; raises DirectoryError if another process has locked it.
+
+        A lock ends with its descriptor, so with this process at the latest (flock(2)).
+        """
         former, self._locked = self._locked, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self.is_watched = False
         if former is not None:
@@ -4957,8 +5013,10 @@ class PluginDirectory:
         return has_changed
 
     def _read(self) -> None:
+        """Note the events that wait, and wake the loop for those that are its concern."""
         if self._inotify is None:
             return
+
         events = os.read(self._inotify, 65536)
         needs_turn = False
         while events:
@@ -4966,9 +5024,10 @@ class PluginDirectory:
             end = INOTIFY_EVENT.size + length
             name = os.fsdecode(events[INOTIFY_EVENT.size : end].rstrip(b"\0"))
             events = events[end:]
-
             self._has_changed |= _is_of_others(name) or bool(mask & IN_Q_OVERFLOW)
-            # The daemon's own new socket needs no turn, nor does a file that will be renamed.
+
+            # The daemon's own new socket needs no turn, nor does a file that will be renamed: the
+            # kubelet writes its checkpoint as ".NUMBER" first.
             is_own_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
             needs_turn |= not is_own_socket and not name.startswith(".")
         if needs_turn:
@@ -5029,6 +5088,7 @@ class Host:
     """The one owner of settings, inventory and holds."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
+        """Begin with the state that the last daemon has saved, if it is of this boot."""
         self.settings = settings
         self.state_file = StateFile(settings)
         saved = self.state_file.load()
@@ -5044,10 +5104,13 @@ class Host:
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
-        self.save_by = inf  # until when a new answer must be saved
-        self.scanned_at = -inf
-        self.polled_at = -inf
         self.wake = wake
+
+        # Seconds of the monotonic clock.
+        self.save_by = inf  # until when a new answer must be saved
+        self.scanned_at = -inf  # when chips were last looked for
+        self.polled_at = -inf  # when a poll was last begun
+
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
 
