@@ -5239,6 +5239,10 @@ class Allocator:
             self.counts[name, result] += 1
 
     async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
+        """Check the request, wait for udev's links, and record a hold for each container.
+
+        `name`: of the resource. Raises RequestError, OSError.
+        """
         settings = self._host.settings
         by_cdi = settings.device_list_strategy == "cdi"
         if by_cdi and "CDI" in self._host.problems:
@@ -5253,6 +5257,7 @@ class Allocator:
             resource = decision.resource(name)
             check_request(resource, containers)
             chips = [resource.chips(ids) for ids in containers]
+
             links = {}
             for chip in chain(*chips):
                 # Looked at now: a uevent about the file may still be on the way.
@@ -5274,11 +5279,14 @@ class Allocator:
             if answers:  # kubelets name one container; others could name thousands
                 await asyncio.sleep(0)
                 check_request(self._decide().resource(name), [ids])
+
+            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
             hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
             mounts = self._mounts(hold, resource)
             edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
             self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
             answers.append(edits)
+
         self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
         self._host.wake()
         return answers
@@ -5311,10 +5319,14 @@ class Allocator:
         question: pb.ContainerPreferredAllocationRequest,
         listed: DeviceIds = frozenset(),
     ) -> list[str]:
-        """Return the best IDs; raises RequestError, OSError. `listed`: all that ever were."""
+        """Return the best IDs of a resource; raises RequestError, OSError.
+
+        `listed`: all IDs that the kubelet may have been sent.
+        """
         # Not by the last look at pods: a pod that has ended since has a chip to choose.
         decision = self._decide(look=True)
         resource = decision.resource(name)
+
         # An ID that has gone with its hold can be in the list that the kubelet still has.
         gone = listed.difference(resource.devices)
         return preferred_allocation(
@@ -5345,9 +5357,12 @@ class Allocator:
                 if host.holds.was_deleted(call, monotonic()):
                     raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
 
+                # Emptying directories takes time, in which another pod can begin to run: the start
+                # is allowed if none has.
                 others = host.holds.waits_for(call, decision.holds)
                 if not others and has_freed:
                     break
+
                 if not others:
                     await self._free_pages(call, decision)
                     has_freed = True
@@ -5358,7 +5373,8 @@ class Allocator:
                     if (reason := _why_waiting(call, others, decision)) != last:
                         log.info("%s: container start waits: %s", name, reason)
                         last = reason
-                    # The loop looks; if it cannot, the deadline must be looked at all the same.
+                    # The loop looks at pods. If that fails, nothing wakes this call, which must
+                    # end at its deadline all the same.
                     await host.refreshed.wait(timeout=1.0)
                 decision = self._decide()
 
@@ -5393,6 +5409,8 @@ class Allocator:
                         "%s: a container starts before all hugepages are free", call.resource
                     )
                     return
+
+            # Between two slices the loop takes its turns, and holds can change.
             await asyncio.sleep(0)
             decision = self._decide()
 
@@ -5405,9 +5423,10 @@ def _new_name(chips: Sequence[Chip]) -> str:
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
     callers = [state.hold for state in call.callers if not state.has_left]
-    pods = dict.fromkeys(map(decision.label, others))
+    pods = dict.fromkeys(map(decision.label, others))  # each once, in this order
+
+    # kubernetes #137534: one of the possible callers runs already, as its start was allowed first.
     if {hold.key for hold in others} & {hold.key for hold in callers}:
-        # kubernetes #137534: the first one's start went on.
         names = " and ".join(pods | dict.fromkeys(map(decision.label, callers)))
         ids = ", ".join(sorted(call.ids))
         return f"the kubelet has given {ids} to {names}; delete one of these pods"
@@ -5415,7 +5434,10 @@ def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
 
 
 def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Return the host directory that containers on these IDs have as /dev/shm."""
+    """Return the host directory that containers on these IDs have as /dev/shm; None: their own.
+
+    There tt-umd's locks are, by which containers on one chip take turns.
+    """
     path = settings.sharing.lock_dir
     if not path or not any(map(is_replica, ids)):
         return None
@@ -5524,6 +5546,7 @@ class AdvertisedList:
         self._changed = Broadcast()
 
     def update(self, message: DeviceList) -> None:
+        """Send a list to all streams, unless it is the same as before."""
         if message is not self.message and message != self.message:
             self.message = message
             self.ids = self.ids.union(device.ID for device in message.devices)
@@ -5558,6 +5581,7 @@ class Endpoint(rpc.DevicePluginServicer):
     def __init__(
         self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
+        """`path`: of the socket, which nothing has bound yet."""
         self.path = path
         self.stream = Stream()  # the kubelet's
         self.is_registered = False  # Register was answered
@@ -5570,7 +5594,9 @@ class Endpoint(rpc.DevicePluginServicer):
     def judge(self, seen: Seen) -> None:
         """Set `lost` if the registration is, under these conditions; raises OSError."""
         seen = seen._replace(own_socket=file_stamp(self.path))
-        # Until the kubelet is sent the present list, no checkpoint shows what becomes of it.
+
+        # Kubelets write a checkpoint for each list. Only one that is written after the present list
+        # was sent can show that another plugin's list is in its place.
         if self.stream.sent is not self._devices.message:
             self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
 
@@ -5579,11 +5605,16 @@ class Endpoint(rpc.DevicePluginServicer):
             self.lost.set_result(ended)
 
     async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
+        """Return the options; from a kubelet, this call announces its stream."""
         if not self.is_registered:  # the kubelet's stream is still to come
             self.stream = Stream()
         return PLUGIN_OPTIONS
 
     async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
+        """Yield the device list, now and whenever it changes.
+
+        The first stream since the last GetDevicePluginOptions is taken for the kubelet's.
+        """
         stream = Stream() if self.stream.opened.is_set() else self.stream
         stream.opened.set()
         try:
@@ -5594,6 +5625,7 @@ class Endpoint(rpc.DevicePluginServicer):
             stream.ended.set()
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
+        """Return the best choice of the available IDs for each container."""
         response = pb.PreferredAllocationResponse()
         async with self._rejecting(context, "rejected GetPreferredAllocation"):
             for question in request.container_requests:
@@ -5603,6 +5635,7 @@ class Endpoint(rpc.DevicePluginServicer):
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
+        """Return what each container is given; the kubelet keeps it for the pod's life."""
         containers = [list(each.devices_ids) for each in request.container_requests]
         async with self._rejecting(context, "rejected Allocate"):
             answers = await self._allocator.allocate(self._resource, containers)
@@ -5610,6 +5643,7 @@ class Endpoint(rpc.DevicePluginServicer):
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(self, request: Any, context: Context) -> Any:
+        """Return once a container may start with these IDs; it has no other meaning here."""
         async with self._rejecting(context, "container start delayed"):
             await self._allocator.wait_until_free(self._resource, request.devices_ids)
         return pb.PreStartContainerResponse()
@@ -5720,6 +5754,7 @@ class KubeletSession:
     """Keeps a resource registered with the kubelet. _run() is its life."""
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
+        """Begin to register the resource of this name. `directory`: the kubelet's."""
         self.name = name
         self.registration = Registration()
         self._allocator = allocator
@@ -5804,9 +5839,11 @@ class KubeletSession:
             self._endpoint = None
             is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
             must_notice = endpoint.stream.is_open and is_same_kubelet
+
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
                 await completed(server.stop(LAST_GRACE if self._is_exiting else None))
+
             # A kubelet must have seen the end of its stream before the next Register.
             if must_notice and not self._is_exiting:
                 await asyncio.sleep(STREAM_DELAY)
@@ -5917,6 +5954,7 @@ class PodResources:
         self._has_failed = False  # the last question; of failures in a row the first is logged
 
     def ask(self, path: str) -> None:
+        """Ask the kubelet at this socket, unless a question is under way."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._ask(path))
 
@@ -5933,6 +5971,7 @@ class PodResources:
 async def list_pods(path: str) -> PodNames:
     """Return pods' names; raises AioRpcError, DecodeError."""
     async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
+        # Without stubs: the request has no fields, so no bytes.
         call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
         answer = await call(b"", timeout=NAMES_TIMEOUT)
 
@@ -5991,6 +6030,7 @@ class ConnectionServer:
         listening.setblocking(False)
         while True:
             while len(self._open) >= self.MAX_CONNECTIONS:
+                # When it has ended, its callback below has removed it.
                 oldest = next(iter(self._open))
                 oldest.cancel()
                 await asyncio.wait({oldest})
@@ -6001,6 +6041,7 @@ class ConnectionServer:
                 log.warning("cannot accept a connection: %s", error.strerror)
                 await asyncio.sleep(self.RETRY_AFTER)
                 continue
+
             task = asyncio.create_task(self._serve(connection))
             self._open[task] = connection
             task.add_done_callback(lambda task: self._open.pop(task).close())
@@ -6023,6 +6064,7 @@ class MetricsServer:
         await self._server.serve(listening)
 
     async def _answer(self, connection: socket.socket) -> None:
+        """Read one request, and answer it; nothing to a client that sends none."""
         loop = asyncio.get_running_loop()
         head = b""
         while not re.search(rb"\r?\n\r?\n", head):
@@ -6037,6 +6079,7 @@ class MetricsServer:
             status, text = "200 OK", metrics or ""
             if metrics is None:
                 status, text = "503 Service Unavailable", "the metrics cannot be collected\n"
+
         lines = [
             f"HTTP/1.1 {status}",
             "Content-Type: text/plain; version=0.0.4; charset=utf-8",
@@ -6106,11 +6149,13 @@ class Reporter:
         task.add_done_callback(self._tasks.discard)
 
     def status(self, decision: Decision) -> str:
+        """Return the status line, with all problems that the daemon knows of."""
         host = self._host
         problems = [*map(str, host.problems.values()), host.waits_for_directory, host.rejected]
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
+        """Begin to write the metrics file, if its directory exists."""
         path = self._host.settings.metrics_file
         if path and now - self._written_at >= METRICS_INTERVAL and isdir(dirname(path)):
             self._written_at = now
@@ -6130,9 +6175,11 @@ class Reporter:
         return chip_metrics(decision, self._host.inventory.states) + metrics
 
     async def _render_view(self) -> str:
+        """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
         await self._read_details(0.0)
         decision = host.decide(monotonic())
+
         resisting = host.directories.resisting
         service = Service(
             self.status(decision),
@@ -6216,6 +6263,7 @@ class Daemon:
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
     ) -> None:
+        """`load`: reads the settings again, for a reload; raises ConfigError."""
         log.setLevel(settings.log_level.upper())
         self._wake = asyncio.Event()
         wake = self._wake.set
@@ -6233,7 +6281,7 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
-        # Of the files for others, by path; None: they must be made, as the devices have changed.
+        # Texts of files for others, by path; None: to be made anew, as the devices have changed.
         self._texts: dict[str, str | None] | None = None
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
@@ -6267,10 +6315,12 @@ class Daemon:
             self._directory.close()
 
     def end(self, status: int) -> None:
+        """Have the daemon end with this exit status."""
         self._exit_status = status
         self._wake.set()
 
     def reload(self) -> None:
+        """Have the configuration read again in the next turn."""
         self._wants_reload = True
         self._wake.set()
 
@@ -6310,6 +6360,7 @@ class Daemon:
             host.save_by,
             host.polled_at + host.settings.health.interval,
         ]
+
         if not self._directory.is_watched:
             due.append(now + RETRY_TICK)
         if self._stage is not Stage.READY:
@@ -6318,6 +6369,7 @@ class Daemon:
             due.append(host.scanned_at + DEBOUNCE)
         if host.waiting_starts or host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
+        # advertise() has returned others than the offer's: an ID is reserved or withheld.
         if host.applied and host.applied.resources is not host.applied.offer.resources:
             due.append(self._looked_at + HELD_INTERVAL)
         if self._must_tidy:
@@ -6325,6 +6377,10 @@ class Daemon:
         return max(0.0, min(due) - now)
 
     async def _turn(self, now: float) -> None:
+        """Reload the configuration if that is wanted, and reconcile.
+
+        A reload ends, for systemd, only when the daemon has applied it.
+        """
         is_reload = self._wants_reload
         # Before READY=1, systemd expects no RELOADING=1.
         is_reported = is_reload and self._stage is Stage.READY
@@ -6346,17 +6402,22 @@ class Daemon:
             self._directory.check()
             self.host.waits_for_directory = self._directory.problem
             self._observe(now, is_round=is_round)
+
             # After a failure all chips are read again before anything is applied.
             if self._is_failing and not self.host.readers.is_settled(now):
                 return
+
             is_disturbed = self._directory.take_changes()
             if self._is_failing:
                 log.info("the node's state can be read again")
             self._is_failing = False
+
             if self._stage is not Stage.SCANNING:
                 await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
+
         except DirectoryError as error:
             self._exit(*error.args)
+
         except OSError as error:
             if not self._is_failing:
                 log.warning("cannot read the node's state; keeping the last one: %s", error)
@@ -6382,12 +6443,14 @@ class Daemon:
         host = self.host
         is_poll = self._is_poll(now)
         if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
-            # A chip that is being read will not be read for these events: scan once more then.
+            # A chip that is being read now is not read again: its reading began before the event,
+            # and can be older. So another scan follows.
             self._must_scan = not host.readers.is_settled(now)
             host.read_chips(is_poll=is_poll)
 
         host.take_readings(now)
         host.inventory.date_faults(time.time())
+
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
             self._looked_at = now
@@ -6396,6 +6459,7 @@ class Daemon:
             host.refresh_holds(now)
         if is_round:
             host.holds.note_ended_pods()
+
         if self._stage is Stage.SCANNING and host.readers.is_settled(now):
             self._stage = Stage.BINDING
             self._binding_since = now
@@ -6410,6 +6474,7 @@ class Daemon:
             self._put_directories_right(decision)
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
+
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
@@ -6439,7 +6504,7 @@ class Daemon:
         self._manager.show(waiting or self._reporter.status(decision))
 
     def _put_directories_right(self, decision: Decision) -> None:
-        """Have the directories there that holds name; Allocate makes those of new ones."""
+        """Make the directories that holds name, if they are missing; Allocate makes new ones."""
         host = self.host
         problem = None
         for hold in decision.holds:
@@ -6450,7 +6515,7 @@ class Daemon:
         host.note_problem("directories", problem)
 
     def _remove_directories(self, decision: Decision, now: float) -> None:
-        """Remove those that no hold names."""
+        """Remove the directories that no hold names, as many as one turn can."""
         host = self.host
 
         # Pods of a former daemon can have left theirs.
@@ -6465,7 +6530,7 @@ class Daemon:
             self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
-        """Have the files for others there, with new texts if the devices have changed."""
+        """Write the files for others, with new texts if the devices have changed."""
         host, settings = self.host, self.host.settings
         if self._texts is None:
             self._texts = {}
@@ -6488,6 +6553,7 @@ class Daemon:
         self.host.note_problem("CDI", problem)
 
     def _ask_for_names(self, decision: Decision) -> None:
+        """Ask for the names of pods, if that of a hold's pod is not known."""
         pods = {hold.pod for hold in decision.holds} - {""}
         if pods - self.host.holds.names.keys():
             self._pod_resources.ask(self.host.settings.pod_resources_socket)
@@ -6503,6 +6569,7 @@ class Daemon:
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.host.inventory.present), "chip")
 
+        # The kubelet starts after READY=1, and ends the pods whose devices it does not find then.
         missing = []
         for bdf, chip in decision.chips.items():
             if chip.is_listed or chip.function.file_fault or bdf in settings.exclude:
@@ -6511,6 +6578,7 @@ class Daemon:
                 missing.append(bdf)
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
+
         if settings.fail_on_init_error and (version is None or not decision.resources):
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
             return None
@@ -6535,6 +6603,7 @@ class Daemon:
             self.host.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
+        # The other keys stay as they were: files and sockets are open below these directories.
         self.host.rejected = None
         before = self.host.settings
         for key in NEEDS_RESTART:
