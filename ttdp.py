@@ -1332,7 +1332,7 @@ UNREADABLE = (
     Kind.READ_ERROR,
 )
 NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
-WAITING = "waiting for firmware telemetry"  # text of a chip's fault that ChipState.vanish() keeps
+WAITING = "waiting for firmware telemetry"  # text of a chip's fault after ChipState.vanish()
 
 
 class Fault(NamedTuple):
@@ -5643,7 +5643,7 @@ class Endpoint(rpc.DevicePluginServicer):
         return pb.AllocateResponse(container_responses=answers)
 
     async def PreStartContainer(self, request: Any, context: Context) -> Any:
-        """Return once a container may start with these IDs; it has no other meaning here."""
+        """Return once a container may start with these IDs, at most after START_TIMEOUT."""
         async with self._rejecting(context, "container start delayed"):
             await self._allocator.wait_until_free(self._resource, request.devices_ids)
         return pb.PreStartContainerResponse()
@@ -6569,7 +6569,8 @@ class Daemon:
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.host.inventory.present), "chip")
 
-        # The kubelet starts after READY=1, and ends the pods whose devices it does not find then.
+        # systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be
+        # ended (UnexpectedAdmissionError).
         missing = []
         for bdf, chip in decision.chips.items():
             if chip.is_listed or chip.function.file_fault or bdf in settings.exclude:
@@ -6603,7 +6604,7 @@ class Daemon:
             self.host.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
-        # The other keys stay as they were: files and sockets are open below these directories.
+        # What was opened at the start keeps its paths below these directories.
         self.host.rejected = None
         before = self.host.settings
         for key in NEEDS_RESTART:
@@ -6710,6 +6711,7 @@ class HelpFormatter(argparse.RawTextHelpFormatter):
 
 
 def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser whose help has these texts; an abbreviated flag is an unknown one."""
     usage = f"tt-device-plugin {command} [OPTIONS]"
     return argparse.ArgumentParser(
         program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
@@ -6760,6 +6762,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
+    """Return a text in lines of this width; all but the first are indented."""
     lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
     return "".join(f"{line}\n" for line in lines)
 
@@ -6823,11 +6826,13 @@ def run_daemon(flags: Flags) -> int:
 
 def run_command(command: str, options: argparse.Namespace) -> int:
     """Run a command that shows something; return its exit status. Raises ConfigError."""
+    # An interrupt or a closed pipe ends the command without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
 
-    # An invalid flag or variable ends the command; of an invalid file it tells, and goes on.
+    # An invalid flag or variable ends the command. An invalid file does not: the daemon can be
+    # running with the last valid one, and is what the command is about.
     problem = None
     settings = load_settings(vars(options), os.environ, ignore_file=True)
     try:
@@ -6841,12 +6846,14 @@ def run_command(command: str, options: argparse.Namespace) -> int:
             if not options.config_only:
                 findings = chain(findings, Checks(settings, problem).findings())
             return print_findings(findings, is_quiet=options.quiet)
+
         if problem:
             log.error("%s", problem)
         if command == "fix":
             is_valid = problem is None
             return fix(settings, options.argument, is_valid=is_valid, says_yes=options.yes)
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
+
     except OSError as error:  # sysfs cannot be read, or there are too many open files
         log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
         return 1
@@ -6885,6 +6892,7 @@ def print_lines(lines: Iterable[str]) -> bool:
 def terminal_width() -> int | None:
     """Return the columns of the terminal, at most WIDTH; None if the output is not one."""
     with suppress(OSError):
+        # 0 if the terminal does not report its size.
         return min(WIDTH, os.get_terminal_size(1).columns or WIDTH)
     return None
 
@@ -6939,7 +6947,7 @@ def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
     If the configuration is not valid at present, the daemon runs on with the last valid one: any
     daemon's view will do.
     """
-    # In another service's shell the variable names that service's directory.
+    # The variable can be that of another service, from whose shell this command was started.
     for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
         answer = ask(f"{directory}/{STATUS_SOCKET}")
         if answer is NOT_RUNNING:
@@ -6967,6 +6975,8 @@ def ask(path: str) -> View | ServiceProblem:
         is_complete = version != __version__ or view.keys() >= VIEW_KEYS
         if not isinstance(version, str) or not is_complete:
             raise ValueError
+
+    # A daemon that was killed leaves its socket, which refuses connections.
     except (FileNotFoundError, ConnectionRefusedError):
         return NOT_RUNNING
     except PermissionError:
@@ -6985,7 +6995,10 @@ def ask(path: str) -> View | ServiceProblem:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return all that the other side sends; raises OSError, ValueError."""
+    """Return all that the other side sends; raises OSError, ValueError.
+
+    It can be any program: the time and the number of bytes are limited.
+    """
     deadline = monotonic() + VIEW_TIMEOUT
     content = bytearray()
     while part := connection.recv(1 << 20):
@@ -6999,16 +7012,19 @@ async def look_once(settings: Settings) -> View:
     """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
     host = Host(settings, wake=lambda: None)
     host.read_chips(is_poll=False, details=True)
+
+    # Readings are collected all the while: a read is under way until then.
     while host.readers.has_unblocked(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
-    host.take_readings(monotonic())
+    host.take_readings(monotonic())  # those that take too long count as blocked
     host.inventory.date_faults(None)
 
     with suppress(OSError):  # not root
         host.refresh_holds(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
         host.holds.apply_names(await list_pods(settings.pod_resources_socket))
+
     view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
     return view
 
@@ -7017,6 +7033,7 @@ async def look_once(settings: Settings) -> View:
 
 
 def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
+    """Print the chips; return the exit status. `is_valid`: whether the configuration is."""
     view, problem = get_view(settings, is_valid=is_valid)
     if problem:
         text = f"the service {problem.text}, so this is a single look at the node"
@@ -7088,6 +7105,8 @@ def _table_lines(view: View, width: int | None) -> Iterator[str]:
     table = [_cells(row, view) for row in view["chips"]]
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
+
+    # A chip's ID is its address; the column is for the IDs of boards.
     if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
         del widths["ID"]
 
@@ -7106,11 +7125,12 @@ def _table_lines(view: View, width: int | None) -> Iterator[str]:
 
 
 def _cells(row: View, view: View) -> dict[str, str]:
+    """Return a chip's row of the table, by the titles of the columns."""
     cells = {}
     for title, key in COLUMNS.items():
         cells[title] = "-" if row[key] is None else str(row[key])
     for title in ("°C", "W"):
-        cells[title] = cells[title].partition(".")[0]
+        cells[title] = cells[title].partition(".")[0]  # without decimals
 
     cells["RESOURCE"] = without_domain(cells["RESOURCE"])
     if row["replicas"]:
@@ -7147,6 +7167,7 @@ def users_of(row: View) -> list[str]:
 
 
 def pods_of(row: View) -> list[str]:
+    """Return the pods that hold a chip, each once: "namespace/name", or the UID."""
     pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
     return list(dict.fromkeys(pods))
 
@@ -7286,7 +7307,8 @@ def next_step(seen: Situation) -> Step | End:
         # Firmware can be late. A Wormhole's driver asks it again and again; a Blackhole's asks only
         # when it binds, and not after a reset either (tt-kmd).
         is_late_wormhole = kind is Kind.SILENT and function.arch == "wormhole"
-        if seen.lasts < (WORMHOLE_STARTS_WITHIN if is_late_wormhole else RESET_TAKES):
+        patience = WORMHOLE_STARTS_WITHIN if is_late_wormhole else RESET_TAKES
+        if seen.lasts < patience:
             return Step.WAIT
         if Step.REBIND not in seen.done:
             step = Step.REBIND
@@ -7301,6 +7323,7 @@ def next_step(seen: Situation) -> Step | End:
 
 
 def _why_cooling(seen: Situation) -> str:
+    """Return why nothing is done about a hot chip, or one that has tripped."""
     text = "nothing is done: only cooling helps; check the fans and the air flow"
     if seen.ends_at is None:
         return text
@@ -7316,6 +7339,8 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
         return f"echo 1 > {settings.sysfs_root}/bus/pci/rescan"
     if step is Step.LOAD:
         return f"{program} {DRIVER}"
+
+    # The kernel refuses to bind a driver that driver_override does not name (ENODEV).
     if step is Step.BIND and not _is_free(seen):
         clear = f"echo > {seen.function.directory}/driver_override"
         return f"{clear} && echo {bdf} > {drivers}/bind"
@@ -7323,10 +7348,12 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
         return f"echo {bdf} > {drivers}/bind"
     if step is Step.REBIND:
         return f"echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
+
     if step is Step.MAKE_FILE:
         number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
         remove = f"{'rmdir' if _is_real_directory(path) else 'rm -f'} {path}"
         return f"mkdir -p {dirname(path)}; {remove}; mknod -m 666 {path} c {number}"
+
     if step is Step.RESET:
         return " ".join(reset_command(seen.function, program))
     return ""
@@ -7401,6 +7428,7 @@ async def running(
 
     It has its own session, so that its children end with it.
     """
+    # With TT_VISIBLE_DEVICES, tt-smi does not find a device that it leaves out.
     environ = {name: text for name, text in os.environ.items() if name != "TT_VISIBLE_DEVICES"}
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=stdout, env=environ, start_new_session=True
@@ -7464,21 +7492,24 @@ def other_chips(view: View, row: View) -> list[View]:
 
 
 def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
-    """Mend a chip; return the exit status."""
+    """Mend a chip; return the exit status. `is_valid`: whether the configuration is."""
 
-    def get_view() -> View:
+    def view_of_daemon() -> View:
         answer = ask_service(settings, is_valid=is_valid)
         if isinstance(answer, ServiceProblem):
             raise Refusal(str(Reason(f"the service {answer.text}", answer.command)))
         return answer
 
     try:
-        view = get_view()
+        view = view_of_daemon()
         bdf = row_of(view, address)["bdf"]
+
+        # An invalid file may have other roots than the daemon works with.
         roots = {key: view[key] for key in NEEDS_RESTART}
         with locked(f"{view['runtime_dir']}/{FIX_LOCK}"):
-            mender = Mender(replace(settings, **roots), bdf, get_view, says_yes=says_yes)
+            mender = Mender(replace(settings, **roots), bdf, view_of_daemon, says_yes=says_yes)
             return asyncio.run(mender.run())
+
     except Refusal as refusal:
         log.error("%s", printable(str(refusal)))
         return refusal.status
@@ -7506,6 +7537,7 @@ class Mender:
     def __init__(
         self, settings: Settings, bdf: str, get_view: Callable[[], View], *, says_yes: bool
     ) -> None:
+        """`get_view`: returns the running daemon's; raises Refusal."""
         self._settings = settings
         self._bdf = bdf
         self._get_view = get_view
@@ -7538,6 +7570,11 @@ class Mender:
                 self._say(f"pods that must be started again: {', '.join(self._hit)}")
 
     async def _mend(self) -> End:
+        """Plan, ask, look again and take the step, until there is none; return why.
+
+        The plan is made again after the answer: it counts only for the step that was shown.
+        """
+        # The daemon's view can be older than what sysfs shows.
         seen = self._look()
         if not seen.is_current and seen.in_service:
             seen = await self._watch(self._limit, lambda seen: seen.is_current)
@@ -7561,6 +7598,7 @@ class Mender:
                 seen = self._look()
                 continue
 
+            # The plan is the one that was agreed to.
             agreed = None
             await self._take(plan, seen)
             limit = inf if plan.step is Step.WAIT else self._limit
@@ -7586,11 +7624,13 @@ class Mender:
         """Return what sysfs and the daemon show now; raises Refusal, OSError."""
         self._view = view = self._get_view()
         row = row_of(view, self._bdf)
+
         bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
         function = bus.get(self._bdf)
         if function is None or function.arch is None:  # another vendor's card, or none
             function = PciFunction(self._bdf, row["arch"], on_bus=False)
 
+        # The daemon's monotonic clock is this process's, too; a person reads Unix time.
         fault = view["faults"].get(self._bdf)
         now = time.time()
         ends_at = None
@@ -7662,7 +7702,9 @@ class Mender:
         """Print the effect of a step, and whom else it affects."""
         step = plan.step
         assert isinstance(step, Step)
-        row, *others = rows = self._rows_hit(step)
+        rows = self._rows_hit(step)
+        row, *others = rows
+
         if step is Step.LOAD:
             for each in others:
                 self._say(f"{each['bdf']}: {_use(each)}")
@@ -7687,12 +7729,13 @@ class Mender:
         needs_answer = step is Step.RESET and seen.is_galaxys
         if self._says_yes and not needs_answer:
             return None
+
         undone = "nothing more is done" if self._done else "nothing is done"
         if not self._on_terminal:
             advice = "" if needs_answer else "; to answer yes in advance, use --yes"
             return End(f"{undone}: the question needs a terminal{advice}")
         if step is Step.WAIT:
-            return None
+            return None  # it affects nobody
 
         is_yes = (await self._answer("Do this? [y/N] ")).lower() in ("y", "yes")
         return None if is_yes else End(undone)
@@ -7750,6 +7793,7 @@ class Mender:
         self._done.add(step)
         if step is Step.REBIND:
             self._done.add(Step.BIND)  # which is a part of it
+
         try:
             if step is Step.RESET:
                 async with running(reset_command(seen.function, program)) as process:
@@ -7757,8 +7801,9 @@ class Mender:
                         self._say(f"tt-smi ended with status {status}")
             else:
                 self._act(step, seen, program)
+
         except PermissionError:
-            hit = []
+            hit = []  # nothing was done
             raise
         except OSError as error:
             self._say(f"{error.filename}: {error.strerror}")
@@ -7772,17 +7817,22 @@ class Mender:
         driver = f"{bus}/drivers/{DRIVER}"
         if step is Step.RESCAN:
             write_attribute(f"{bus}/rescan", "1")
+
         elif step is Step.LOAD:
-            # In its own session, it does not get the terminal's Ctrl-C either.
+            # In its own session, it does not get the terminal's Ctrl-C either. Whether it has
+            # helped, the next look shows.
             command = [program, DRIVER]
             subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
+
         elif step is Step.BIND:
             if not _is_free(seen):
                 write_attribute(f"{seen.function.directory}/driver_override", "\n")
             write_attribute(f"{driver}/bind", bdf)
+
         elif step is Step.REBIND:
             write_attribute(f"{driver}/unbind", bdf)
             write_attribute(f"{driver}/bind", bdf)
+
         elif step is Step.MAKE_FILE:
             make_device_file(seen.function)
 
@@ -7810,6 +7860,7 @@ def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
     shown = [each for each in found if each.level != "ok" or not is_quiet]
     width = terminal_width()
     margin = max((len(each.subject) for each in shown), default=0) + 8
+
     lines: list[str] = []
     for level, subject, text, command in shown:
         start = f"{level:4}  {subject}".ljust(margin)
@@ -7820,6 +7871,7 @@ def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
 
 
 def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
+    """Yield whether the configuration is valid, and the warnings about it."""
     if problem:
         yield Finding("FAIL", "configuration", problem)
     else:
@@ -7832,13 +7884,17 @@ class Checks:
     """The preflight of a node: what `check` looks at, beside the configuration."""
 
     def __init__(self, settings: Settings, problem: str | None) -> None:
-        self._problem = problem  # of the configuration
+        """`problem`: of the configuration, whose file is ignored in the settings then."""
+        self._problem = problem
         self._view, self._service_problem = get_view(settings, is_valid=problem is None)
-        # A variable of the service's unit is not one of this command.
+
+        # Variables of the service's unit are not this command's: the service knows its files, and
+        # with an invalid configuration also its directories.
         of_service = (*PATHS_OF_FILES, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
     def findings(self) -> Findings:
+        """Yield all findings, those on which others depend first."""
         yield from self._service()
         yield from self._driver()
         yield from self._chips()
@@ -7851,6 +7907,7 @@ class Checks:
         yield from self._other_allocators()
 
     def _service(self) -> Findings:
+        """Check that the service runs, with this configuration, and can serve pods."""
         service, problem = self._view["service"], self._service_problem
         if problem is NOT_RUNNING and self._problem:
             yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
@@ -7871,6 +7928,7 @@ class Checks:
                 yield Finding("FAIL", subject, *reason)
 
     def _driver(self) -> Findings:
+        """Check that the driver is loaded, and new enough."""
         version = self._view["driver"]
         numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
         if version is None and self._view["driver_problem"]:
@@ -7887,6 +7945,7 @@ class Checks:
             yield Finding("ok", "driver", version)
 
     def _chips(self) -> Findings:
+        """Check each chip, and whether boards are whole."""
         rows = self._view["chips"]
         for bdf in self._view["unsupported"]:
             yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
@@ -7896,6 +7955,7 @@ class Checks:
         for addresses, problem, command in _faults(self._view):
             if command != LOAD_DRIVER or self._view["driver"]:  # else the driver's line has it
                 yield self._unhealthy(addresses, problem, command)
+
         for row in rows:
             if row["healthy"] is None:
                 text = f"{row['card'] or row['arch']}, excluded by the configuration"
@@ -7906,7 +7966,9 @@ class Checks:
         yield from self._places()
 
     def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
+        """Return the finding about chips with one fault and one remedy."""
         rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
+
         # A chip that was not offered since boot costs no pod anything.
         is_offered = any(row["resource"] or row["index"] is not None for row in rows)
         card = rows[0]["card"] or rows[0]["arch"]
@@ -7916,6 +7978,7 @@ class Checks:
         return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
 
     def _healthy(self, row: View) -> Findings:
+        """Check what is not a fault, but may be wrong: telemetry, the link, the file's mode."""
         bdf = row["bdf"]
         card = row["card"] or row["arch"] or "unknown card"
         withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
@@ -7926,7 +7989,7 @@ class Checks:
         directory = pci_directory(self._settings, bdf)
         width = to_integer(read_text(f"{directory}/current_link_width"))
         most = to_integer(read_text(f"{directory}/max_link_width"))
-        if width and most and width < most < 63:
+        if width and most and width < most < DEAD_LINK_WIDTH:
             text = f"PCIe link is x{width}, card supports x{most}"
             yield Finding("warn", bdf, f"{text}; reseat the card, or check its slot")
 
@@ -7989,6 +8052,7 @@ class Checks:
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:
+        """Check the directories on the host that containers are to get."""
         for mount in self._settings.mounts:
             if not exists(mount.host):
                 text = f"{mount.host} does not exist; pods with devices cannot start"
@@ -7997,6 +8061,8 @@ class Checks:
         lock_dir = self._settings.sharing.lock_dir
         if not self._settings.sharing.resources or lock_dir in ("", SHM):
             return
+
+        # The default directory is a tmpfs, by the package's mount unit. Any other must only exist.
         if lock_dir != Sharing().lock_dir:
             if not isdir(lock_dir):
                 make_it = f"mkdir -m 755 -p {shlex.quote(lock_dir)}"
@@ -8004,6 +8070,8 @@ class Checks:
         elif not os.path.ismount(lock_dir):
             mount_it = "systemctl start run-ttdp-shm.mount"
             yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
+
+        # A user who owns one can remove the locks of others in it.
         with suppress(OSError):
             for path in (lock_dir, *(f"{lock_dir}/{name}" for name in os.listdir(lock_dir))):
                 if user := os.lstat(path).st_uid:
@@ -8011,6 +8079,7 @@ class Checks:
                     yield Finding("warn", "locks", text, f"chown root {shlex.quote(path)}")
 
     def _cdi_file(self) -> Findings:
+        """Compare the CDI file with the device files."""
         settings = self._settings
         path = f"{settings.cdi_dir}/{CDI_FILE}"
         nodes = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
@@ -8039,17 +8108,18 @@ class Checks:
 
     @property
     def _file_problems(self) -> dict[str, str]:
+        """Return why files of the service are not as they should be, by path."""
         found: dict[str, str] = (self._view["service"] or {}).get("files", {})
         return found
 
     def _other_files(self) -> Findings:
         """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
-        path = self._settings.metrics_file
         for each, problem in self._file_problems.items():
             if isdir(dirname(each)) and basename(each) != CDI_FILE:
                 yield Finding("FAIL", "files", f"{each} {problem}")
 
         # Without a daemon the metrics are old, of course.
+        path = self._settings.metrics_file
         if self._view["service"] is None or path in self._file_problems:
             return
         with suppress(OSError):
@@ -8062,8 +8132,10 @@ class Checks:
                 yield Finding("FAIL", "metrics", text, command)
 
     def _kubelet(self) -> Findings:
+        """Check the kubelet's directory, its socket, and its checkpoint."""
         directory = self._settings.device_plugin_dir
         try:
+            # "/." takes the permission to enter the directory.
             mode = os.stat(f"{directory}/.").st_mode
         except PermissionError:
             yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
@@ -8111,6 +8183,7 @@ class Checks:
             yield Finding("warn", "kubelet", text)
 
     def _resources(self) -> Findings:
+        """Check that each resource is registered with a kubelet that runs, and has whole boards."""
         is_kubelet_running = not connection_error(
             f"{self._settings.device_plugin_dir}/{KUBELET_SOCKET}"
         )
