@@ -1400,7 +1400,7 @@ class Vitals(NamedTuple):
         degrees = telemetry.temperature
         limit = hot_limit(telemetry, settings)
 
-        # All values anew: `empty_since` ends with this reading.
+        # `empty_since` is left out: it ends with this reading.
         return Vitals(
             heartbeat=heartbeat,
             misses=misses,
@@ -2283,8 +2283,8 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
         parent, name = os.path.split(mount.host_path)
         hugetlbfs, own = os.path.split(parent)
 
-        # Only what lies in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
-        # itself, which hugepages = "host" mounts, and no mount of the administrator's, such as
+        # Only directories in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
+        # itself, which hugepages = "host" mounts, and not a configured mount such as
         # /var/lib/tt-device-plugin/models.
         is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
         has_locks = mount.container_path == SHM and mount.host_path != SHM
@@ -2548,8 +2548,8 @@ class Call(NamedTuple):
 class HoldBook:
     """The holds of this host: from answers, from checkpoints, and from the last daemon.
 
-    refresh() reads what has changed; how far pods run is read from their cgroups on demand. Times
-    are seconds of the monotonic clock.
+    refresh() reads the checkpoint and lists the pods' cgroups. Whether these have processes is read
+    on demand. Times are seconds of the monotonic clock.
     """
 
     def __init__(self, settings: Settings, saved: Iterable[HoldState]) -> None:
@@ -2889,9 +2889,9 @@ class HoldBook:
         """Return the hugepage directories that must be emptied before a start.
 
         A pod that was killed leaves its files, and with them the pages that its successor needs;
-        and the kubelet gives its chips away before its cgroup is removed. So these are those of the
-        holds of the call's chips, except those that belong to a pod that runs, to a hold of
-        other chips only, or to a possible caller. `holds`: the current ones.
+        and the kubelet gives its chips away before its cgroup is removed. So the result has the
+        directories of holds of the call's chips, unless a running pod, a hold of other chips, or a
+        possible caller has them as well. `holds`: the current ones.
         """
         found: set[str] = set()
         kept = {*call.directories}
@@ -2921,7 +2921,7 @@ def advertise(
     changed: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
     held: set[tuple[str, str]] = set()  # resource and ID
 
-    # The IDs of holds. Those that the configuration gives for the same chips stay as they are.
+    # The IDs of holds. If the configuration gives an ID for the same chips, it stays as it is.
     for hold in holds:
         configured = offer.resources.get(hold.resource)
         if not hold.is_ours and not configured:
@@ -2958,7 +2958,7 @@ def advertise(
 def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> Device:
     """Return the device of an ID that only a hold gives.
 
-    `chips`: also those that were not seen since boot, see decide().
+    `chips`: known ones, and all chips of holds (see decide()).
     """
     members = tuple(chips[bdf] for bdf in sorted(hold.chips, key=address_numbers))
     place = Place(device_id)
@@ -3077,7 +3077,7 @@ class Directories:
     def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
         """Return the directories that no current hold names; raises OSError.
 
-        In the daemon's first WRITTEN_WITHIN seconds those that it found are left out: holds of the
+        In the daemon's first WRITTEN_WITHIN seconds only its own are returned: answers of the
         daemon before it may not be in the checkpoint yet.
         """
         named: set[str] = set()
@@ -3998,7 +3998,7 @@ def _introduction(chip: Chip) -> str:
 def missing_chips(decision: Decision) -> Iterator[str]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
 
-    An excluded chip is not missing. A chip whose board is not known may be the one that is.
+    An excluded chip is not missing. A chip whose board is not known counts for any board.
     """
     whole: dict[str, int] = {}  # number of chips of the whole, by the name of a board or Galaxy
     found = defaultdict(list)  # addresses of the chips found, by that name
@@ -4257,7 +4257,7 @@ def status_line(
 ) -> str:
     """Return a summary for operators, which systemd shows as the service's status.
 
-    `problems`: further ones, for the end; None for those that do not exist.
+    `problems`: further parts for its end; None is left out.
     """
     parts = [summary(resource) for resource in decision.resources.values()]
     if problem := driver_problem(decision):
@@ -4270,7 +4270,7 @@ def status_line(
         parts = ["no Tenstorrent device on this node; waiting for one"]
     parts += [f"{bdf} is not supported" for bdf in decision.observation.unsupported]
 
-    # One text for all resources; if they differ, those that are not registered have a name.
+    # One text for all resources. If the texts differ, unregistered resources are named.
     texts = {registration.text for registration in registrations.values()}
     if len(texts) > 1:
         texts = set()
@@ -4334,7 +4334,7 @@ def view_of_node(
 
     chips, faults = [], {}
     for bdf, chip in decision.chips.items():
-        state = states.get(bdf) or ChipState(chip)  # one that only a hold has was not seen
+        state = states.get(bdf) or ChipState(chip)  # not seen since boot: only a hold has it
         pods = used_by.get(bdf, [])
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
@@ -4681,7 +4681,7 @@ class OutputFiles:
             file = self.by_path.setdefault(path, OutputFile(path))
             file.keep(wanted.get(path))
 
-            # One that could not be removed stays, and is tried again.
+            # While the removal fails, the file stays here to be tried again.
             if path not in wanted and not os.path.lexists(path):
                 del self.by_path[path]
 
@@ -5013,7 +5013,7 @@ class PluginDirectory:
         return has_changed
 
     def _read(self) -> None:
-        """Note the events that wait, and wake the loop for those that are its concern."""
+        """Note the events that wait, and wake the loop if it is concerned."""
         if self._inotify is None:
             return
 
@@ -5595,8 +5595,8 @@ class Endpoint(rpc.DevicePluginServicer):
         """Set `lost` if the registration is, under these conditions; raises OSError."""
         seen = seen._replace(own_socket=file_stamp(self.path))
 
-        # Kubelets write a checkpoint for each list. Only one that is written after the present list
-        # was sent can show that another plugin's list is in its place.
+        # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
+        # the place of the present one only if it was written after that was sent.
         if self.stream.sent is not self._devices.message:
             self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
 
@@ -6281,7 +6281,7 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
-        # Texts of files for others, by path; None: to be made anew, as the devices have changed.
+        # Texts of files for others, by path; None: out of date, as the devices have changed.
         self._texts: dict[str, str | None] | None = None
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
@@ -6604,7 +6604,7 @@ class Daemon:
             self.host.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
-        # What was opened at the start keeps its paths below these directories.
+        # Files and sockets below these directories were opened at the start.
         self.host.rejected = None
         before = self.host.settings
         for key in NEEDS_RESTART:
@@ -6831,8 +6831,8 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
 
-    # An invalid flag or variable ends the command. An invalid file does not: the daemon can be
-    # running with the last valid one, and is what the command is about.
+    # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
+    # command is about, runs on with the last valid one.
     problem = None
     settings = load_settings(vars(options), os.environ, ignore_file=True)
     try:
@@ -7017,7 +7017,7 @@ async def look_once(settings: Settings) -> View:
     while host.readers.has_unblocked(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
-    host.take_readings(monotonic())  # those that take too long count as blocked
+    host.take_readings(monotonic())  # and mark chips whose reads are blocked
     host.inventory.date_faults(None)
 
     with suppress(OSError):  # not root
@@ -7323,7 +7323,7 @@ def next_step(seen: Situation) -> Step | End:
 
 
 def _why_cooling(seen: Situation) -> str:
-    """Return why nothing is done about a hot chip, or one that has tripped."""
+    """Return why nothing is done about a chip that is hot or has tripped."""
     text = "nothing is done: only cooling helps; check the fans and the air flow"
     if seen.ends_at is None:
         return text
@@ -7598,7 +7598,7 @@ class Mender:
                 seen = self._look()
                 continue
 
-            # The plan is the one that was agreed to.
+            # The answer was yes, to this plan.
             agreed = None
             await self._take(plan, seen)
             limit = inf if plan.step is Step.WAIT else self._limit
@@ -7978,7 +7978,7 @@ class Checks:
         return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
 
     def _healthy(self, row: View) -> Findings:
-        """Check what is not a fault, but may be wrong: telemetry, the link, the file's mode."""
+        """Check a chip without a fault for its telemetry, its PCIe link and its file's mode."""
         bdf = row["bdf"]
         card = row["card"] or row["arch"] or "unknown card"
         withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
