@@ -183,6 +183,7 @@ class Sharing:
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
+        """Return the name of the resource that the shared devices of an entry make up."""
         return entry.rename or (f"{entry.name}.shared" if self.rename_by_default else entry.name)
 
 
@@ -643,7 +644,7 @@ def _sharing_conflict(
     if entry.devices != "all" and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
 
-    # All names that resource_name() can generate, whatever cards this node has.
+    # The names that resource_name() generates for known cards, also for those of other nodes.
     board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
     if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
@@ -743,6 +744,7 @@ class PciFunction(NamedTuple):
         return self._replace(numa_node=other.numa_node) == other
 
     def without_device_file(self, driver: str | None = None) -> PciFunction:
+        """Return the function with this driver, but without a class device."""
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
@@ -827,6 +829,7 @@ def file_stamp(path: str) -> FileStamp | None:
 
 
 def names_in(directory: str) -> list[str]:
+    """Return the names in a directory, none if it does not exist; raises OSError."""
     return if_exists(os.listdir, directory) or []
 
 
@@ -866,6 +869,7 @@ def read_others_file(path: str, max_bytes: int) -> bytes:
 
 
 def to_integer(text: str | None) -> int | None:
+    """Return a decimal number of at most 20 digits; None for any other text."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
 
 
@@ -902,6 +906,7 @@ def driver_override(function: PciFunction) -> str | None:
 
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
+    """Return the sysfs directory of a PCI function, or that of all functions."""
     return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
 
 
@@ -938,6 +943,7 @@ def _read_pci_ids(settings: Settings, bdf: str) -> PciFunction | None:
 
 
 def _pci_id(path: str) -> int:
+    """Return the number in an attribute such as "0x1e52", 0 for any other text; raises OSError."""
     text = read_attribute(path)
     return int(text, 16) if re.fullmatch("0x[0-9a-f]{1,8}", text) else 0
 
@@ -1085,6 +1091,7 @@ DEAD_TEXTS = {  # of a chip that does not respond
 
 
 def to_card_type(text: str) -> str | None:
+    """Return an exact card type, also one that is not in CARDS; None if the driver knows none."""
     return text if CARD_TYPE.fullmatch(text) and text != UNKNOWN_CARD else None
 
 
@@ -1533,6 +1540,7 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
+        """Return whether its last values can be shown."""
         return self.fault is None or self.fault.kind not in UNREADABLE
 
     @property
@@ -1883,6 +1891,7 @@ class Device(NamedTuple):
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
+        """Return the known NUMA nodes of its chips, ascending."""
         nodes = {chip.function.numa_node for chip in self.chips}
         return tuple(sorted(node for node in nodes if node is not None))
 
@@ -2402,6 +2411,7 @@ class Cgroups:
         return self._directories.get(pod.replace("-", "_"), ())
 
     def exists(self, pod: str) -> bool:
+        """Return whether a pod, given by its UID, has a cgroup."""
         return bool(self._of(pod))
 
     def is_populated(self, pod: str) -> bool:
@@ -3047,6 +3057,7 @@ class Directories:
             _set_mode(path, 0o1777, directory)
 
     def _note_new(self, path: str) -> None:
+        """Note a path that is about to be made, unless it exists."""
         if not os.path.lexists(path):
             self._made.add(path)
 
@@ -3106,9 +3117,10 @@ class Directories:
                 self._clear(path, now, steps, is_kept=path in left_behind)
 
     def _hugepage_paths(self) -> Iterator[str]:
+        """Yield all that is in our directory of each hugetlbfs; raises OSError."""
         for hugetlbfs in hugetlbfs_mounts(self._settings):
             parent = f"{hugetlbfs.host}/{OWN_DIRECTORY}"
-            # A missing directory, or another user's, has nothing to be removed.
+            # In a missing directory, or another user's, there is nothing for us to remove.
             unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
             with suppress(*unusable), _opened_own_directory(parent) as directory:
                 for name in os.listdir(directory):
@@ -3370,6 +3382,7 @@ class Choice(NamedTuple):
     trays: frozenset[Tray] = frozenset()  # in use, but not yet in the cost
 
     def plus(self, other: Choice) -> Choice:
+        """Return the choice on the boards of both, which have none in common."""
         return Choice(
             self.cost.plus(other.cost),
             tuple(sorted(self.devices + other.devices)),
@@ -3859,6 +3872,7 @@ class Decision:
         return frozenset(chain(*(hold.chips for hold in self.holds)))
 
     def resource(self, name: str) -> Resource:
+        """Return an advertised resource; one without devices if there is none of this name."""
         return self.resources.get(name) or Resource(name, {})
 
     def label(self, hold: Hold) -> str:
@@ -3989,6 +4003,7 @@ def is_logged(decision: Decision, bdf: str) -> bool:
 
 
 def _introduction(chip: Chip) -> str:
+    """Return a chip's device file and identity for the log."""
     identity = chip.identity
     facts = {"serial": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
     known = [f"{name} {value}" for name, value in facts.items() if value]
@@ -4117,6 +4132,7 @@ class Samples:
         self._series: dict[str, dict[str, float]] = defaultdict(dict)  # value by labels, by metric
 
     def add(self, name: str, value: float | None, **labels: object) -> None:
+        """Add a sample, unless it has no value. A label that is None is empty."""
         if value is not None:
             text = ",".join(_label(key, each) for key, each in labels.items())
             self._series[name][f"{{{text}}}" if text else ""] = value
@@ -4136,6 +4152,7 @@ class Samples:
 
 @lru_cache(maxsize=4096, typed=True)  # the same every few seconds
 def _label(key: str, value: object) -> str:
+    """Return a label in Prometheus' text format."""
     text = "" if value is None else str(value)
     escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
     return f'{key}="{escaped}"'
@@ -4661,6 +4678,7 @@ class OutputFile:
         return None
 
     def _report(self, problem: str | None) -> None:
+        """Record why the file is not as it should be; a new problem is logged."""
         if problem and problem != self.problem:
             log.warning("%s %s", self.path, problem)
         self.problem = problem
@@ -4780,11 +4798,13 @@ class ServiceManager:
         self._notifier.notify("\n".join(states).encode().decode("latin-1"))
 
     def show(self, status: str) -> None:
+        """Set the status that `systemctl status` shows, if it has changed."""
         if status != self.status:
             self.status = status
             self.notify(f"STATUS={status}")
 
     def feed_watchdog(self) -> None:
+        """Notify that the loop works, if the unit has WatchdogSec=."""
         if self.feed_interval < inf:
             self.notify("WATCHDOG=1")
 
@@ -5076,6 +5096,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     async def wait(self, timeout: float | None = None) -> None:
+        """Wait for the next wake_all(), at most some seconds."""
         await wait_for_event(self._event, timeout)
 
     def wake_all(self) -> None:
@@ -5723,6 +5744,7 @@ def bind(server: grpc.aio.Server, path: str) -> None:
 
 
 def grpc_message(error: Exception) -> str:
+    """Return an error's message in one line; without a message, the name of its status code."""
     text = str(error)
     if isinstance(error, grpc.aio.AioRpcError):
         text = error.details() or error.code().name
@@ -6162,12 +6184,14 @@ class Reporter:
             self._start(self._write_metrics())
 
     async def _write_metrics(self) -> None:
+        """Write the metrics file, if the metrics can be rendered."""
         text = await self.metrics.get()
         path = self._host.settings.metrics_file
         if path and text is not None:  # else the file is left to grow old
             self._host.files.write(path, text)
 
     async def _render_metrics(self) -> str:
+        """Return all metrics, with sensors that are at most METRICS_INTERVAL old."""
         await self._read_details(METRICS_INTERVAL)
         decision = self._host.decide(monotonic())
         counts = self._sessions.allocator.counts
@@ -6329,17 +6353,23 @@ class Daemon:
         self._wake.set()
 
     def _open(self) -> None:
+        """Handle signals, take the kubelet's directory, and open the sockets for events and views.
+
+        If another daemon has the directory, this one ends.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end, 0)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # main() has blocked it
 
         try:
             self._directory.open()
         except DirectoryError as error:
             self._exit(*error.args)
             return
+
+        # Only now: a daemon that has the directory would have sockets of these names.
         remove_dead_sockets(self._directory.path)
         self._uevents.open()
         self._reporter.open(self._manager.sockets("metrics"))
@@ -6436,6 +6466,7 @@ class Daemon:
         return self._is_poll(now) or now - self._round_at >= ROUND
 
     def _is_poll(self, now: float) -> bool:
+        """Return whether it is time to read all chips, and to count missing heartbeats."""
         return now - self.host.polled_at >= self.host.settings.health.interval
 
     def _observe(self, now: float, *, is_round: bool) -> None:
