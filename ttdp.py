@@ -311,7 +311,7 @@ def _absolute(path: str) -> str:
 def _is_domain(value: Any) -> bool:
     """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
     label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    # A ResourceQuota puts "requests." in front of a resource's name, which must stay a DNS name.
+    # A ResourceQuota puts "requests." in front of the domain, which must stay a DNS name then.
     is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
     return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
 
@@ -3062,10 +3062,7 @@ class Directories:
             self._made.add(path)
 
     def note_locks(self, path: str) -> None:
-        """Have a directory for locks emptied once no current hold names it.
-
-        It can be another daemon's, or that of a hold under a former configuration.
-        """
+        """Have a directory for locks emptied once no current hold names it, whoever has made it."""
         if path != SHM:  # the host's own
             self._lock_paths.add(path)
 
@@ -3408,7 +3405,7 @@ class Board:
         return self.tray and (self.tray.card, self.tray.domain)
 
     def best_choice(self, size: int) -> Choice:
-        """Return the best choice of this many candidates, with the cost of `chosen` as well."""
+        """Return the best choice of this many candidates, with the cost of `chosen`: 2. above."""
         return min(map(self._choice, combinations(self.candidates, size)))
 
     def _choice(self, devices: tuple[int, ...]) -> Choice:
@@ -3496,7 +3493,7 @@ def _ids_by_rank(
     size: int,
     occupied: Iterable[str],
 ) -> dict[Rank, dict[int, str]]:
-    """Return the IDs of each rank, by the numbers of their devices.
+    """Return the IDs of each rank, by the numbers of their devices: 1. above.
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
@@ -3543,7 +3540,7 @@ def _boards(
 
 
 def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
-    """Return the numbers of the candidates of the best choice of this size."""
+    """Return the numbers of the candidates of the best choice of this size: 3. to 5. above."""
     taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
 
     # Trays of a ring are adjacent, so that the ring ends with the last of them. Other boards on
@@ -3607,8 +3604,11 @@ def _extended(
         is_used = bool(own_size or board.chosen)
         fitting = []
         for choice in choices:
-            left = size - own_size - len(choice.devices)
-            if left >= 0 and choice.cost.boards + is_used + fewest_later[left] <= fewest_boards:
+            left = size - own_size - len(choice.devices)  # for the later boards
+            if left < 0:
+                continue
+            boards_in_all = choice.cost.boards + is_used + fewest_later[left]
+            if boards_in_all <= fewest_boards:
                 fitting.append(choice)
 
         if not is_used:
@@ -4311,6 +4311,7 @@ class Service(NamedTuple):
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
+# The keys of a view, by which `ask` recognises one of this version.
 VIEW_KEYS = {
     *NEEDS_RESTART,
     *PATHS_OF_FILES,
@@ -4434,6 +4435,7 @@ def _chip_row(
         "firmware": chip.identity.firmware,
         "temperature": telemetry.temperature if chip.is_readable else None,
         "power": state.sensors.get("power1_input") if chip.is_readable else None,
+        # Faults of a chip that is out of service do not matter.
         "healthy": chip.fault is None if in_service else None,
         "reason": str(chip.reason) if chip.reason and in_service else None,
         "withheld": device.holder if device else None,
@@ -7834,7 +7836,7 @@ class Mender:
                 self._act(step, seen, program)
 
         except PermissionError:
-            hit = []  # nothing was done
+            hit = []  # root's rights are missing: nothing was done
             raise
         except OSError as error:
             self._say(f"{error.filename}: {error.strerror}")
