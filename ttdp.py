@@ -977,8 +977,8 @@ def file_fault_now(function: PciFunction) -> str | None:
     devtmpfs made it when the device appeared; only `fix` makes it again.
     """
     path = function.path
-    number = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
-    if number is None:
+    expected = if_exists(read_attribute, f"{function.class_device}/dev")  # "245:0"
+    if expected is None:
         return f"{path} is being removed"
 
     status = if_exists(os.stat, path)
@@ -989,7 +989,7 @@ def file_fault_now(function: PciFunction) -> str | None:
         return f"{path} is not a character device"
 
     found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
-    return None if found == number else f"{path} is device {found}, but sysfs has {number}"
+    return None if found == expected else f"{path} is device {found}, but sysfs has {expected}"
 
 
 PIDS_MAX = 2**18  # bytes of a list of process IDs
@@ -3503,14 +3503,14 @@ def _ids_by_rank(
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
-        left = [device_id for device_id in ids if device_id in free]
-        users = len(ids) - len(left)
+        available = [device_id for device_id in ids if device_id in free]
+        users = len(ids) - len(available)
 
         # Of a device, must-includes first; most have none, nor a last choice.
-        if not special.isdisjoint(left):
-            left.sort(key=lambda each: (each not in required, each in last_choices))
+        if not special.isdisjoint(available):
+            available.sort(key=lambda each: (each not in required, each in last_choices))
 
-        for repeats, device_id in enumerate(left[:size]):
+        for repeats, device_id in enumerate(available[:size]):
             is_optional = device_id not in required
             rank = Rank(is_optional, device_id in last_choices, repeats, users)
             found[rank][number] = device_id
@@ -4049,10 +4049,10 @@ def driver_problem(decision: Decision) -> Reason | None:
     if not unbound:
         return None
 
-    number = pluralize(len(unbound), "Tenstorrent PCI function")
+    functions = pluralize(len(unbound), "Tenstorrent PCI function")
     if driver is None:
-        return Reason(f"driver not loaded, {number}", LOAD_DRIVER)
-    return Reason(f"{number} without a driver; {unbound[0].bdf}: {unbound[0].reason}")
+        return Reason(f"driver not loaded, {functions}", LOAD_DRIVER)
+    return Reason(f"{functions} without a driver; {unbound[0].bdf}: {unbound[0].reason}")
 
 
 User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
@@ -4095,8 +4095,8 @@ def summary(resource: Resource) -> str:
     """Return a resource's part of the status, with its first unhealthy device."""
     devices, unhealthy = resource.unique_devices, resource.unhealthy
     replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
-    number = len(devices) - len(unhealthy)
-    text = f"{len(devices)} × {resource.name}{replicas}, {number} healthy"
+    healthy = len(devices) - len(unhealthy)
+    text = f"{len(devices)} × {resource.name}{replicas}, {healthy} healthy"
     if not unhealthy:
         return text
     return f"{text} ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
@@ -4281,8 +4281,8 @@ def status_line(
         parts.insert(0, str(problem))
 
     if not parts and decision.chips:
-        number = pluralize(len(decision.chips), "chip")
-        parts = [f"{number}, but no device to offer; for the reason, run: tt-device-plugin list"]
+        chips = pluralize(len(decision.chips), "chip")
+        parts = [f"{chips}, but no device to offer; for the reason, run: tt-device-plugin list"]
     elif not parts and not decision.observation.unsupported:
         parts = ["no Tenstorrent device on this node; waiting for one"]
     parts += [f"{bdf} is not supported" for bdf in decision.observation.unsupported]
@@ -5878,8 +5878,8 @@ class KubeletSession:
             return Phase.FAILED, failure
 
         endpoint.is_registered = True
-        number = pluralize(len(self._devices.message.devices), "device ID")
-        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, number)
+        ids = pluralize(len(self._devices.message.devices), "device ID")
+        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, ids)
         successes = self.registration.successes + 1
         self.registration = Registration(Phase.REGISTERED, REGISTERED_TEXT, successes)
         self._wake()
