@@ -487,7 +487,7 @@ def variable_of(key: str) -> str:
 def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
     """Return the settings; raises ConfigError.
 
-    ignore_file: for commands that help while the file is not valid.
+    `ignore_file`: for commands that help while the file is not valid.
     """
     file, document = ("", {}) if ignore_file else _read_file(flags, environ)
     values = _parse_table("", document, f"{file}: ")
@@ -554,7 +554,7 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
 def _parse_table(heading: str, table: object, prefix: str) -> Json:
     """Return a table as arguments for its class; raises ConfigError.
 
-    prefix: the beginning of each message, which is the file's path, a colon and a space.
+    `prefix`: the beginning of each message, which is the file's path, a colon and a space.
     """
     path = heading.strip("[]")  # "sharing.resources"
     if not isinstance(table, dict):
@@ -2811,9 +2811,10 @@ class HoldBook:
             if self.runs(self._states[hold.key]):
                 running.append(hold)
 
-        pods = {self._states[hold.key].pod_key for hold in running}
-        own = {state.pod_key for state in call.callers}
-        return [] if len(own) == 1 and pods == own else running
+        running_pods = {self._states[hold.key].pod_key for hold in running}
+        caller_pods = {state.pod_key for state in call.callers}
+        is_callers_own = len(caller_pods) == 1 and running_pods == caller_pods
+        return [] if is_callers_own else running
 
     def allow(self, call: Call, now: float) -> None:
         """Note that a start is allowed: it counts for all possible callers."""
@@ -3026,7 +3027,7 @@ class Directories:
     """The directories of holds on this host: for hugepages in each hugetlbfs, and for locks."""
 
     def __init__(self, settings: Settings, began_at: float = -inf) -> None:
-        """began_at: the daemon's start, in seconds of the monotonic clock."""
+        """`began_at`: the daemon's start, in seconds of the monotonic clock."""
         self.resisting: dict[str, Resistance] = {}  # by path
         self._settings = settings  # only dev_root counts, which never changes
         self._lock_paths: set[str] = set()  # that can have locks in them
@@ -6703,8 +6704,13 @@ COMMANDS = {
     "list": Command(
         "one row per chip: health, resource and users",
         (
-            *("json", "config_file", *NEEDS_RESTART),
-            *("resource_domain", "resource_naming", "unit", "pod_resources_socket"),
+            "json",
+            "config_file",
+            *NEEDS_RESTART,
+            "resource_domain",
+            "resource_naming",
+            "unit",
+            "pod_resources_socket",
         ),
         "tt-device-plugin list --json",
     ),
@@ -7447,10 +7453,10 @@ def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
     """
     import shutil  # here, because it would cost 3 ms of each start
 
-    places = os.environ.get("PATH", os.defpath)
+    directories = os.environ.get("PATH", os.defpath)
     if settings.sysfs_root != Settings().sysfs_root:
-        places = f"{dirname(settings.sysfs_root)}/bin"
-    return shutil.which(name, path=places), places
+        directories = f"{dirname(settings.sysfs_root)}/bin"
+    return shutil.which(name, path=directories), directories
 
 
 @asynccontextmanager
@@ -7568,12 +7574,12 @@ class Mender:
     """
 
     def __init__(
-        self, settings: Settings, bdf: str, get_view: Callable[[], View], *, says_yes: bool
+        self, settings: Settings, bdf: str, view_of_daemon: Callable[[], View], *, says_yes: bool
     ) -> None:
-        """`get_view`: returns the running daemon's; raises Refusal."""
+        """`view_of_daemon`: returns the present one; raises Refusal."""
         self._settings = settings
         self._bdf = bdf
-        self._get_view = get_view
+        self._view_of_daemon = view_of_daemon
         self._says_yes = says_yes
         self._on_terminal = os.isatty(0) and os.isatty(1)
         self._view: View = {}
@@ -7655,7 +7661,7 @@ class Mender:
 
     def _look(self) -> Situation:
         """Return what sysfs and the daemon show now; raises Refusal, OSError."""
-        self._view = view = self._get_view()
+        self._view = view = self._view_of_daemon()
         row = row_of(view, self._bdf)
 
         bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
@@ -7802,9 +7808,9 @@ class Mender:
 
     async def _program(self, name: str) -> tuple[str, str]:
         """Return the path of modprobe or tt-smi, and why it cannot be used."""
-        path, places = find_program(name, self._settings)
+        path, directories = find_program(name, self._settings)
         if path is None:
-            return "", f"{name} was not found in {places} (sudo has a PATH of its own)"
+            return "", f"{name} was not found in {directories} (sudo has a PATH of its own)"
         if name != "tt-smi" or path == self._tt_smi:
             return path, ""
 
