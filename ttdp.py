@@ -63,7 +63,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -125,6 +125,9 @@ def without_domain(resource: str) -> str:
 # ==== CONFIGURATION: flag, variable, file, default ================================================
 
 DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
+# Exit statuses of `run`, as in sysexits.h.
+EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
+EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
 PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # `check` examines the files of the running service
@@ -2143,13 +2146,15 @@ CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 CHECKPOINT_MAX = 64 << 20  # bytes
 KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
+OWN_DIRECTORY = "tt-device-plugin"  # root's, in each hugetlbfs; in it those of holds
+SHM = "/dev/shm"
 ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
 WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
 CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
 UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
 MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
 
-Label = Callable[["Hold"], str]  # returns the name of its pod
+NameOfPod = Callable[["Hold"], str]  # see name_of_pod()
 # "namespace/name" of pods by resource, ID and container: two, if both were given the ID
 PodNames = Mapping[tuple[str, str, str], Collection[str]]
 HoldKey = tuple[str, str, str, str]  # pod, container, resource, name of the answer
@@ -2919,7 +2924,7 @@ class HoldBook:
 
 
 def advertise(
-    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], label: Label
+    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], name_of: NameOfPod
 ) -> Resources:
     """Return the resources as the kubelet gets them, by name: those of the offer, if holds fit it.
 
@@ -2954,7 +2959,7 @@ def advertise(
                 continue
             for device_id in ids:
                 if (resource.name, device_id) not in held:
-                    device = _withheld_device(resource.devices[device_id], hold, label)
+                    device = _withheld_device(resource.devices[device_id], hold, name_of)
                     changed[resource.name][device_id] = device
 
     if not changed:
@@ -2976,11 +2981,11 @@ def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> D
     return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
 
 
-def _withheld_device(device: Device, hold: Hold, label: Label) -> Device:
+def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
     """Return a device as the kubelet gets it while a pod holds its chips by another ID."""
     held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
-    reason = f"held until {label(hold)} ends (as {held_as})"
-    return device._replace(holder=label(hold), withheld=reason)
+    reason = f"held until {name_of(hold)} ends (as {held_as})"
+    return device._replace(holder=name_of(hold), withheld=reason)
 
 
 # -- directories -----------------------------------------------------------------------------------
@@ -2992,8 +2997,6 @@ def _withheld_device(device: Device, hold: Hold, label: Label) -> Device:
 # cannot reach them. It exists while a current hold names it. What a container has left in it can be
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
-OWN_DIRECTORY = "tt-device-plugin"  # root's, in each hugetlbfs
-SHM = "/dev/shm"
 STEPS = 1000  # files that are removed at a time: about 10 ms
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
@@ -3002,7 +3005,7 @@ class OutOfSteps(Exception):
     """There is more to remove."""
 
 
-class Steps:
+class RemovalSteps:
     """How many files may be removed until other work goes on."""
 
     def __init__(self, number: int = STEPS) -> None:
@@ -3093,24 +3096,32 @@ class Directories:
         for hold in holds:
             named.update(hold.directories, [hold.locks])
         present = {*self._hugepage_paths(), *self._lock_paths}
+        for by_path in (self.resisting, self._tried_at):
+            for path in by_path.keys() - present:
+                del by_path[path]
+
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
         self._made &= present
         return present - named
 
     def clear(
-        self, unnamed: Collection[str], left_behind: Collection[str], now: float, steps: Steps
+        self,
+        unnamed: Collection[str],
+        left_behind: Collection[str],
+        now: float,
+        steps: RemovalSteps,
     ) -> None:
         """Remove these directories, and empty those that are left behind; raises OutOfSteps.
 
-        One that resists is tried again later, and keeps nothing else from being removed.
+        One that resists keeps nothing else from being removed. It is tried again later, or for the
+        container that starts with it.
         """
         paths = {*unnamed, *left_behind}
-        self.resisting = {path: self.resisting[path] for path in paths & self.resisting.keys()}
-        self._tried_at = {path: self._tried_at[path] for path in paths & self._tried_at.keys()}
         # The directory that took all steps of the last time comes last.
         for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
-            if path not in self.resisting or now >= self.resisting[path].next_try:
+            is_due = path not in self.resisting or now >= self.resisting[path].next_try
+            if is_due or path in left_behind:
                 self._tried_at[path] = now
                 self._clear(path, now, steps, is_kept=path in left_behind)
 
@@ -3124,7 +3135,7 @@ class Directories:
                 for name in os.listdir(directory):
                     yield f"{parent}/{name}"
 
-    def _clear(self, path: str, now: float, steps: Steps, *, is_kept: bool) -> None:
+    def _clear(self, path: str, now: float, steps: RemovalSteps, *, is_kept: bool) -> None:
         """Empty a directory for locks; remove one for hugepages, or empty it if it `is_kept`.
 
         Raises OutOfSteps. A directory that resists is recorded, and logged once.
@@ -3184,7 +3195,7 @@ def _check_lock_dir(path: str) -> None:
         raise PermissionError(errno.EPERM, "other users can change it", path)
 
 
-def _empty(directory: int, steps: Steps) -> None:
+def _empty(directory: int, steps: RemovalSteps) -> None:
     """Remove all that is in an open directory, also beside what cannot be removed.
 
     Raises OutOfSteps, or the first OSError. A tree can be deeper than there are descriptors, or
@@ -3216,7 +3227,7 @@ def _empty(directory: int, steps: Steps) -> None:
         raise failures[0]
 
 
-def _move_up(name: str, parent: int, steps: Steps, failures: list[OSError]) -> bool:
+def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError]) -> bool:
     """Remove a subdirectory's files, and move its directories to the parent.
 
     Returns whether there were directories. What cannot be removed or moved is added to `failures`.
@@ -3237,7 +3248,7 @@ def _move_up(name: str, parent: int, steps: Steps, failures: list[OSError]) -> b
     return has_moved
 
 
-def _entries(directory: int, steps: Steps) -> Iterator[os.DirEntry[str]]:
+def _entries(directory: int, steps: RemovalSteps) -> Iterator[os.DirEntry[str]]:
     """Yield the entries of an open directory; each takes a step."""
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -3245,7 +3256,7 @@ def _entries(directory: int, steps: Steps) -> Iterator[os.DirEntry[str]]:
             yield entry
 
 
-def _remove_entry(name: str, parent: int, steps: Steps) -> None:
+def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     """Remove a directory with all that is in it, or a file; raises OSError, OutOfSteps."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
@@ -3876,8 +3887,13 @@ class Decision:
         """Return an advertised resource; one without devices if there is none of this name."""
         return self.resources.get(name) or Resource(name, {})
 
-    def label(self, hold: Hold) -> str:
-        return pod_label(hold, self.observation.names)
+    def name_of_pod(self, hold: Hold) -> str:
+        return name_of_pod(hold, self.observation.names)
+
+    @property
+    def depends_on_holds(self) -> bool:
+        """Return whether a hold reserves or withholds an ID, so that its end changes the list."""
+        return self.resources is not self.offer.resources  # see the end of advertise()
 
     def is_out_of_service(self, bdf: str) -> bool:
         """Return whether a chip is excluded and not held, so that its faults do not matter."""
@@ -3899,12 +3915,12 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
     is_same = former and former.observation.settings == settings and former.chips == chips
     offer = former.offer if former and is_same else make_offer(chips, settings)
 
-    label = partial(pod_label, names=observation.names)
-    advertised = advertise(offer, chips, holds, label)
+    name_of = partial(name_of_pod, names=observation.names)
+    advertised = advertise(offer, chips, holds, name_of)
     return Decision(observation, chips, holds, offer, advertised)
 
 
-def pod_label(hold: Hold, names: Mapping[str, str]) -> str:
+def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
     """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
     if not hold.pod:
         return "a pod that is being admitted"
@@ -4135,7 +4151,7 @@ class Samples:
     def add(self, name: str, value: float | None, **labels: object) -> None:
         """Add a sample, unless it has no value. A label that is None is empty."""
         if value is not None:
-            text = ",".join(_label(key, each) for key, each in labels.items())
+            text = ",".join(_sample_label(key, each) for key, each in labels.items())
             self._series[name][f"{{{text}}}" if text else ""] = value
 
     def text(self) -> str:
@@ -4152,7 +4168,7 @@ class Samples:
 
 
 @lru_cache(maxsize=4096, typed=True)  # the same every few seconds
-def _label(key: str, value: object) -> str:
+def _sample_label(key: str, value: object) -> str:
     """Return a label in Prometheus' text format."""
     text = "" if value is None else str(value)
     escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
@@ -4857,10 +4873,8 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
-EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
-EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 
-# inotify(7): events of a directory's entries, then of the directory itself; a flag; lost events.
+# inotify(7): events of a directory's entries, then of the directory itself; a flag.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
@@ -4868,7 +4882,6 @@ IN_DELETE = 0x200
 IN_DELETE_SELF = 0x400
 IN_MOVE_SELF = 0x800
 IN_ONLYDIR = 0x0100_0000
-IN_Q_OVERFLOW = 0x4000
 INOTIFY_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -4911,9 +4924,9 @@ class UeventSocket:
                 message, sender = kernel.recvfrom(8192)
             except BlockingIOError:
                 break
-            except OSError:  # ENOBUFS: some were lost
+            except OSError:  # ENOBUFS: some were lost; for others we are called again
                 is_relevant = True
-                continue
+                break
 
             is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
             if is_ours and sender[0] == 0:  # the kernel's port ID, which no process can have
@@ -5047,7 +5060,7 @@ class PluginDirectory:
             end = INOTIFY_EVENT.size + length
             name = os.fsdecode(events[INOTIFY_EVENT.size : end].rstrip(b"\0"))
             events = events[end:]
-            self._has_changed |= _is_of_others(name) or bool(mask & IN_Q_OVERFLOW)
+            self._has_changed |= _is_of_others(name)
 
             # The daemon's own new socket needs no turn, nor does a file that will be renamed: the
             # kubelet writes its checkpoint as ".NUMBER" first.
@@ -5267,17 +5280,17 @@ class Allocator:
 
         `name`: of the resource. Raises RequestError, OSError.
         """
-        settings = self._host.settings
-        by_cdi = settings.device_list_strategy == "cdi"
-        if by_cdi and "CDI" in self._host.problems:
-            raise RequestError(Status.UNAVAILABLE, self._host.problems["CDI"].problem)
-
         # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
         # udev makes a little later than the device file; if it takes longer, the file itself is
-        # used. Anything can change meanwhile.
+        # used. Anything can change meanwhile, also the settings.
         deadline = monotonic() + LINK_TIMEOUT
         decision = self._decide(look=True)
         while True:
+            settings = self._host.settings
+            by_cdi = settings.device_list_strategy == "cdi"
+            if by_cdi and "CDI" in self._host.problems:
+                raise RequestError(Status.UNAVAILABLE, self._host.problems["CDI"].problem)
+
             resource = decision.resource(name)
             check_request(resource, containers)
             chips = [resource.chips(ids) for ids in containers]
@@ -5306,7 +5319,7 @@ class Allocator:
 
             # The hold is read from the answer, as it will be from the kubelet's checkpoint.
             hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
-            mounts = self._mounts(hold, resource)
+            mounts = self._mounts(hold, resource, settings)
             edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
             self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
             answers.append(edits)
@@ -5315,9 +5328,9 @@ class Allocator:
         self._host.wake()
         return answers
 
-    def _mounts(self, hold: Hold, resource: Resource) -> list[Mount]:
+    def _mounts(self, hold: Hold, resource: Resource, settings: Settings) -> list[Mount]:
         """Return the mounts of a container, and make its directories; raises RequestError."""
-        host, settings = self._host, self._host.settings
+        host = self._host
         mounts: list[Mount] = []
         try:
             locks = lock_path(resource, hold.ids, settings)
@@ -5375,7 +5388,7 @@ class Allocator:
 
         last = ""
         has_freed = False
-        with host.looking_often() if host.holds.waits_for(call, decision.holds) else nullcontext():
+        with host.looking_often():
             while True:
                 # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
                 if host.holds.was_deleted(call, monotonic()):
@@ -5425,7 +5438,7 @@ class Allocator:
             try:
                 unnamed = host.unnamed_directories(decision, now) - call.directories
                 left_behind = host.holds.left_behind(call, decision.holds)
-                host.directories.clear(unnamed, left_behind, now, Steps())
+                host.directories.clear(unnamed, left_behind, now, RemovalSteps())
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -5447,11 +5460,11 @@ def _new_name(chips: Sequence[Chip]) -> str:
 def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
     """Return why a start waits for these holds' pods."""
     callers = [state.hold for state in call.callers if not state.has_left]
-    pods = dict.fromkeys(map(decision.label, others))  # each once, in this order
+    pods = dict.fromkeys(map(decision.name_of_pod, others))  # each once, in this order
 
     # kubernetes #137534: one of the possible callers runs already, as its start was allowed first.
     if {hold.key for hold in others} & {hold.key for hold in callers}:
-        names = " and ".join(pods | dict.fromkeys(map(decision.label, callers)))
+        names = " and ".join(pods | dict.fromkeys(map(decision.name_of_pod, callers)))
         ids = ", ".join(sorted(call.ids))
         return f"the kubelet has given {ids} to {names}; delete one of these pods"
     return f"{', '.join(pods)} must end first; it still runs on the device"
@@ -6163,7 +6176,7 @@ class Reporter:
             try:
                 listening = _listen_for_root(path)
             except OSError as error:
-                reason = f"{error.strerror}; list and check cannot reach this daemon"
+                reason = f"{error.strerror or error}; list and check cannot reach this daemon"
                 log.warning("cannot open the status socket %s: %s", path, reason)
             else:
                 self._start(ConnectionServer(self._send_view).serve(listening))
@@ -6402,8 +6415,7 @@ class Daemon:
             due.append(host.scanned_at + DEBOUNCE)
         if host.waiting_starts or host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
-        # advertise() has returned others than the offer's: an ID is reserved or withheld.
-        if host.applied and host.applied.resources is not host.applied.offer.resources:
+        if host.applied and host.applied.depends_on_holds:
             due.append(self._looked_at + HELD_INTERVAL)
         if self._must_tidy:
             due.append(now + TIDY_INTERVAL)
@@ -6558,7 +6570,7 @@ class Daemon:
                 host.directories.note_locks(locks)
 
         try:
-            host.directories.clear(host.unnamed_directories(decision, now), (), now, Steps())
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, RemovalSteps())
             self._must_tidy = False
         except OutOfSteps:
             self._must_tidy = True

@@ -29,7 +29,16 @@ from tests.world.node import SimulatedNode
 from tests.world.pods import Container
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
-from ttdp import Directories, Hold, Mount, OutOfSteps, Settings, SharedResource, Sharing, Steps
+from ttdp import (
+    Directories,
+    Hold,
+    Mount,
+    OutOfSteps,
+    RemovalSteps,
+    Settings,
+    SharedResource,
+    Sharing,
+)
 
 DOMAIN = "tenstorrent.com"
 N150 = f"{DOMAIN}/n150"
@@ -555,7 +564,7 @@ def tidy(
 ) -> bool:
     """Remove what these holds do not name, in one turn; return whether all was tried."""
     try:
-        directories.clear(directories.unnamed(holds, now), (), now, Steps(steps))
+        directories.clear(directories.unnamed(holds, now), (), now, RemovalSteps(steps))
     except OutOfSteps:
         return False
     return True
@@ -656,7 +665,7 @@ def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
     fill(parent, large=100, left=4)
     for now in (1000.0, 1001.0):
         with pytest.raises(OutOfSteps):
-            directories.clear([f"{parent}/large"], [f"{parent}/left"], now, Steps(10))
+            directories.clear([f"{parent}/large"], [f"{parent}/left"], now, RemovalSteps(10))
 
     assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
 
@@ -744,7 +753,7 @@ WITHOUT_CAPABILITIES = """
 import json, sys, ttdp
 directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
 for now in (0.0, 1000.0):
-    directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
+    directories.clear(directories.unnamed((), now), (), now, ttdp.RemovalSteps())
 print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
 """
 

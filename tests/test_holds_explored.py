@@ -25,7 +25,7 @@ import ttdp
 from tests.chips import bdf, chip, decide
 from tests.world.book import BookWorld
 from tests.world.checkpoint import Entry, Held
-from ttdp import Call, Directories, Settings, SharedResource, Sharing, Steps
+from ttdp import Call, Directories, RemovalSteps, Settings, SharedResource, Sharing
 
 SEEDS = 32
 STORIES = 8  # of each seed
@@ -231,7 +231,7 @@ class Node:
         unnamed = set() if book.problem else self.directories.unnamed(holds, now)
         left_behind = book.left_behind(call, holds) if call else ()
         kept = call.directories if call else frozenset()
-        self.directories.clear(unnamed - kept, left_behind, now, Steps())
+        self.directories.clear(unnamed - kept, left_behind, now, RemovalSteps())
 
     def answer(self, pod: Pod) -> bool:
         """Answer a PreStartContainer call, unless it must wait."""
