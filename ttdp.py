@@ -3164,9 +3164,10 @@ def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
     """Set the mode of a directory, unless a container has made it its own; raises OSError."""
     name = path if parent is None else basename(path)
-    with _opened_directory(name, parent) as directory:
+    # A container can have closed it. Root without capabilities cannot read it then.
+    with _opened_directory(name, parent, os.O_PATH) as directory:
         if _is_roots(os.fstat(directory)):
-            os.fchmod(directory, mode)
+            os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
 
 
 def _is_directory(path: str, mode: int) -> bool:
@@ -3179,10 +3180,11 @@ def _is_roots(status: os.stat_result) -> bool:
 
 
 @contextmanager
-def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
+def _opened_directory(
+    path: str, parent: int | None = None, access: int = os.O_RDONLY
+) -> Iterator[int]:
     """Open a directory, but not through a link; raises OSError."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    directory = os.open(path, flags, dir_fd=parent)
+    directory = os.open(path, access | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         yield directory
     finally:

@@ -740,9 +740,21 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     assert not directories.resisting and not any(parent.iterdir())
 
 
-WITHOUT_CAPABILITIES = """
-import json, sys, ttdp
-directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
+def without_capabilities(dev: Path, script: str) -> str:
+    """Return what a script prints that has `directories`, as root without capabilities."""
+    begin = f"import json, ttdp; directories = ttdp.Directories(ttdp.Settings(dev_root='{dev}'))"
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
+    done = subprocess.run(
+        [*without, f"{begin}\n{script}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(ttdp.__file__).parent,
+    )
+    return done.stdout
+
+
+TIDY = """
 for now in (0.0, 1000.0):
     directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
 print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
@@ -762,16 +774,9 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     for path in ("closed", "full", "open"):
         (parent / path).chmod(0o700 if path == "closed" else 0o777)
 
-    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
-    done = subprocess.run(
-        [*without, WITHOUT_CAPABILITIES, dev],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(ttdp.__file__).parent,
-    )
+    resisting = json.loads(without_capabilities(dev, TIDY))
     denied = "Permission denied"
-    assert json.loads(done.stdout) == {str(parent / name): denied for name in ("closed", "full")}
+    assert resisting == {str(parent / name): denied for name in ("closed", "full")}
     assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
     assert not (parent / "open").exists()
 
@@ -796,6 +801,27 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories.put_right(named(parent / "x"))
 
     assert mode_of(parent / "x") == 0o700
+
+
+PUT_RIGHT = """
+names = [f"{parent}/{name}" for name in ("theirs", "roots")]
+directories.put_right(ttdp.Hold("", frozenset(), directories=tuple(names)))
+for name in names:
+    directories.make_for_locks(name)
+"""
+
+
+@needs_root
+def test_a_directory_that_a_container_has_closed_is_no_obstacle(dev: Path, parent: Path) -> None:
+    """The service is root without capabilities, and the container's next start needs it."""
+    for name in ("theirs", "roots"):
+        (parent / name).mkdir()
+        (parent / name).chmod(0)
+    os.chown(parent / "theirs", OTHER, OTHER)
+
+    without_capabilities(dev, f"parent = '{parent}'{PUT_RIGHT}")
+
+    assert mode_of(parent / "theirs") == 0 and mode_of(parent / "roots") == 0o1777
 
 
 def another_users(parent: Path, precious: Path) -> None:
