@@ -2345,12 +2345,14 @@ class Cgroups:
         roots = []
         for name in names_in(top):
             path = f"{top}/{name}"
-            if KUBEPODS.fullmatch(name) and _is_roots_directory(path):
+            # Another user can close a directory, even to root without capabilities.
+            if not _is_roots_directory(path):
+                continue
+            if KUBEPODS.fullmatch(name):
                 roots.append(path)
             elif name != "user.slice":  # users' sessions
                 inner = [f"{path}/{each}" for each in names_in(path) if KUBEPODS.fullmatch(each)]
-                if inner and _is_roots_directory(path):
-                    roots += filter(_is_roots_directory, inner)
+                roots += filter(_is_roots_directory, inner)
         return roots
 
     def _of(self, pod: str) -> Sequence[str]:

@@ -1005,6 +1005,25 @@ def test_a_root_that_a_user_can_make_is_none(tmp_path: Path, theirs: str) -> Non
     assert tree.seen() is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root to give a directory away")
+def test_a_users_directory_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user can close it, as that of an unprivileged LXC container: no observation may fail."""
+    tree = Tree(tmp_path)
+    tree.make(V2["burstable"])
+    closed = tree.top / "lxc.payload.theirs"
+    closed.mkdir()
+    os.chown(closed, 1000, 1000)
+    genuine = os.listdir
+
+    def listdir(path: str) -> list[str]:
+        if path == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return genuine(path)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    assert tree.seen() is True
+
+
 def test_a_cgroup_that_cannot_be_read_counts_as_populated(tmp_path: Path) -> None:
     """Only "not found" means that there is no process."""
     tree = Tree(tmp_path)
