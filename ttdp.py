@@ -5007,8 +5007,9 @@ class Host:
 
     def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
         """Return the directories that can be removed; raises OSError."""
-        # Without a checkpoint, the holds may not be all that there are.
-        if not self.holds.has_read or self.holds.problem:
+        # Without a checkpoint, or one of its entries, the holds may not be all that there are.
+        holds = self.holds
+        if not holds.has_read or holds.problem or holds.unreadable:
             return set()
         return self.directories.unnamed(decision.holds, now)
 

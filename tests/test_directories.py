@@ -365,6 +365,25 @@ async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
     await until(lambda: not own.exists())
 
 
+def test_nothing_is_removed_while_an_entry_cannot_be_read(dev: Path) -> None:
+    """A daemon that was installed anew does not know which directory its pod has."""
+    (dev / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / "x").mkdir(parents=True)
+    world = BookWorld(dev, now=time.monotonic())
+    host = ttdp.Host(world.settings, lambda: None)
+
+    def unnamed() -> set[str]:
+        host.refresh_holds(world.now, look=True)
+        return host.unnamed_directories(host.decide(world.now), world.now + 60)
+
+    odd = {**entry().json(), "DeviceIDs": [bdf(1)]}
+    data = {"PodDeviceEntries": [odd], "RegisteredDevices": {}}
+    world.put(json.dumps({"Data": data}).encode())
+    assert not unnamed()
+
+    world.write(entry())
+    assert len(unnamed()) == 1
+
+
 async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None
 ) -> None:
