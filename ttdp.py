@@ -694,7 +694,9 @@ OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileStamp = tuple[int, int, int]  # device, inode, mtime: inodes are reused
+# Device, inode, mtime and size: inodes are reused, and kernels before 6.13 give all files that are
+# written in one tick of 1 to 10 ms the same mtime.
+FileStamp = tuple[int, int, int, int]
 Result = TypeVar("Result")
 
 
@@ -810,7 +812,7 @@ def file_stamp(path: str) -> FileStamp | None:
     status = if_exists(os.stat, path)
     if status is None:
         return None
-    return (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def names_in(directory: str) -> list[str]:
