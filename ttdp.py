@@ -2659,7 +2659,16 @@ class HoldBook:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
             return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state)
+        return self.runs(state) and not self._has_returned(state.hold.pod)
+
+    def _has_returned(self, pod: str) -> bool:
+        """Return whether a pod that has left the checkpoint is there again, with other devices.
+
+        It is a static pod under its former UID, and a kubelet adds it when the former one's end is
+        complete. The entries of one pod leave together (pod_devices.go, delete()).
+        """
+        states = self._states.values()
+        return any(state.is_in_checkpoint and state.hold.pod == pod for state in states)
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""

@@ -195,6 +195,27 @@ def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: BookWorld, is_la
     assert world.look() == {B}
 
 
+def test_a_static_pod_that_returned_with_another_chip_does_not_run_on_its_former_one(
+    world: BookWorld,
+) -> None:
+    """A late checkpoint made it a possible caller of a start on that chip."""
+    former, returned = entry(2, pod="static"), entry(1, pod="static")
+    heir = entry(2, pod=SECOND)
+    world.run(former)
+    world.look()
+    world.remove_cgroup("static")
+    world.now += 60
+    for each in (returned, heir):
+        world.answer(each)
+        world.make_cgroup(each.uid, "pause")
+    assert world.start(heir) == "allowed"
+
+    world.write(returned, heir)
+    world.make_cgroup(SECOND, "pause", "main")
+    world.now += ttdp.WRITTEN_WITHIN
+    assert world.start(heir) == "allowed", "it is a restart"
+
+
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     """Memory and state file would grow with every pod."""
     world.answer(entry(2))
