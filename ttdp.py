@@ -2735,8 +2735,8 @@ class HoldBook:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.
 
         It waits while another pod runs on one of the chips without sharing them. `holds`: the
-        current ones. If the only pod that runs is the only possible caller, the start is that of
-        its next container, or a restart.
+        current ones. If there is only one possible caller, its own containers do not count: the
+        start is that of its next one, or a restart.
         """
         running = []
         for hold in holds:
@@ -2745,9 +2745,10 @@ class HoldBook:
             if self.runs(self._states[hold.key]):
                 running.append(hold)
 
-        pods = {self._states[hold.key].pod_key for hold in running}
         own = {state.pod_key for state in call.callers}
-        return [] if len(own) == 1 and pods == own else running
+        if len(own) == 1:
+            running = [hold for hold in running if self._states[hold.key].pod_key not in own]
+        return running
 
     def allow(self, call: Call, now: float) -> None:
         """Note that a start is allowed: it counts for all possible callers."""

@@ -383,6 +383,22 @@ def test_a_container_waits_until_the_other_pod_has_ended(
     assert world.running() == {SECOND}
 
 
+def test_a_container_does_not_wait_for_its_own_pods_first_one(world: BookWorld) -> None:
+    """That runs on one of its chips, and a pod that was deleted by force on another one."""
+    forced = entry(2, resource=N150A)
+    prepare, main = (entry(1, pod=SECOND, container="prepare"), entry(1, 2, pod=SECOND))
+    world.run(forced)
+    for each in (prepare, main):
+        world.answer(each)
+    world.write(prepare, main)
+    world.make_cgroup(SECOND, "pause")
+    assert world.start(prepare) == "allowed"
+
+    assert world.start(main) == {FIRST}
+    world.make_cgroup(FIRST)
+    assert world.start(main) == "allowed"
+
+
 def test_containers_that_share_a_device_do_not_wait_for_each_other(world: BookWorld) -> None:
     """But for those that have the same chip under another resource."""
     one, two = entry(ids=[f"{A}::0"]), entry(pod=SECOND, ids=[f"{A}::1"])
