@@ -2702,7 +2702,7 @@ class HoldBook:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
         These are the pods that the checkpoint has with exactly these IDs (or had a moment before),
-        and holds that no checkpoint has named yet.
+        and holds that no checkpoint has named yet, unless it has named a later one.
         """
         callers = []
         for state in self._states.values():
@@ -2725,7 +2725,19 @@ class HoldBook:
             return False  # it was dropped
         if state.has_left:
             return now - state.left_at < MISSING_FOR
-        return self.is_current(state, now)
+        return self.is_current(state, now) and not self._was_refused(state)
+
+    def _was_refused(self, state: HoldState) -> bool:
+        """Return whether the kubelet has refused the pod of an answer, at another resource.
+
+        It admits one pod after the other. So a checkpoint with a later answer would name this one,
+        too, if the kubelet still had it.
+        """
+        if state.hold.pod:
+            return False
+        answered_at = state.answered_at or 0.0
+        states = self._states.values()
+        return any(each.hold.pod and (each.answered_at or 0.0) > answered_at for each in states)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""

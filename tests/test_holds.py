@@ -514,6 +514,22 @@ def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: Boo
     assert world.start(entry(pod=SECOND, resource=N150A)) == {FIRST}
 
 
+def test_a_pod_that_was_refused_is_no_possible_caller(world: BookWorld) -> None:
+    """At its second resource, so no checkpoint names it. Its successor's containers start."""
+    world.answer(entry(pod=SECOND))
+    world.now += 1
+    pod = [entry(container=each) for each in ("prepare", "main")]
+    for each in pod:
+        world.answer(each)
+    world.write(*pod)
+    world.make_cgroup(FIRST, "pause")
+    assert world.start(pod[0]) == "allowed"
+    world.make_cgroup(FIRST, "pause", "prepare")
+
+    world.make_cgroup(FIRST, "pause")
+    assert world.start(pod[1]) == "allowed"
+
+
 def test_a_pod_that_has_ended_is_no_possible_caller(world: BookWorld) -> None:
     """Its entry stays until the kubelet forgets it: not before its API server answers."""
     written_and_over(world)
