@@ -3192,8 +3192,12 @@ def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
     name = path if parent is None else basename(path)
     # A container can have closed it. Root without capabilities cannot read it then.
     with _opened_directory(name, parent, os.O_PATH) as directory:
-        if _is_roots(os.fstat(directory)):
+        if not _is_roots(os.fstat(directory)):
+            return
+        try:
             os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
 
 
 def _is_directory(path: str, mode: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -820,6 +821,20 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories.put_right(named(parent / "x"))
 
     assert mode_of(parent / "x") == 0o700
+
+
+def test_a_mode_that_cannot_be_put_right_is_an_error_of_that_path(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status shows it, and the command for the file system around it."""
+    (parent / "x").mkdir(mode=0o755)
+
+    def chmod(path: str, _: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr("os.chmod", chmod)
+    with pytest.raises(OSError, match=str(parent / "x")):
+        directories.put_right(named(parent / "x"))
 
 
 PUT_RIGHT = """
