@@ -3026,7 +3026,13 @@ class Directories:
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
         self._made &= present
-        return present - named
+
+        unnamed = present - named
+        if not unnamed:
+            return unnamed
+        # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
+        in_use = set(map(_file_identity, named))
+        return {path for path in unnamed if _file_identity(path) not in in_use}
 
     def clear(
         self, unnamed: Collection[str], left_behind: Collection[str], now: float, steps: Steps
@@ -3203,6 +3209,12 @@ def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
 def _is_directory(path: str, mode: int) -> bool:
     status = if_exists(os.lstat, path)
     return bool(status and stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode)
+
+
+def _file_identity(path: str) -> tuple[int, int] | str:
+    """Return the device and inode of a file, the path itself if there is none."""
+    status = if_exists(os.lstat, path)
+    return (status.st_dev, status.st_ino) if status else path
 
 
 def _is_roots(status: os.stat_result) -> bool:

@@ -600,6 +600,19 @@ def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Pa
     assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
 
 
+def test_a_directory_that_a_hold_names_by_another_path_is_not_removed(
+    dev: Path, directories: Directories, parent: Path
+) -> None:
+    """An administrator has given one hugetlbfs both paths, after the answer."""
+    directories.put_right(named(parent / "x"))
+    (dev / "hugepages-1G").symlink_to("hugepages")
+
+    tidy(directories, named(parent / "x"))
+    assert (parent / "x").is_dir()
+    tidy(directories)
+    assert not (parent / "x").exists()
+
+
 def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
     """What came later is not: it was made for an answer of this daemon."""
     (parent / "before").mkdir()
