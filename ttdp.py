@@ -3212,9 +3212,11 @@ def _is_directory(path: str, mode: int) -> bool:
 
 
 def _file_identity(path: str) -> tuple[int, int] | str:
-    """Return the device and inode of a file, the path itself if there is none."""
-    status = if_exists(os.lstat, path)
-    return (status.st_dev, status.st_ino) if status else path
+    """Return the device and inode of a file, the path itself if these cannot be read."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        return (status.st_dev, status.st_ino)
+    return path
 
 
 def _is_roots(status: os.stat_result) -> bool:
