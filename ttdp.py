@@ -2659,16 +2659,21 @@ class HoldBook:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
             return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state) and not self._has_returned(state.hold.pod)
+        return self.runs(state) and not self._is_replaced(state)
 
-    def _has_returned(self, pod: str) -> bool:
-        """Return whether a pod that has left the checkpoint is there again, with other devices.
+    def _is_replaced(self, state: HoldState) -> bool:
+        """Return whether the container of a hold that has left was given other devices since.
 
-        It is a static pod under its former UID, and a kubelet adds it when the former one's end is
-        complete. The entries of one pod leave together (pod_devices.go, delete()).
+        It runs on those then. The pod is a static one that has come back under its UID; or the
+        kubelet has lost its checkpoint, and allocates again for a container that it starts again.
         """
-        states = self._states.values()
-        return any(state.is_in_checkpoint and state.hold.pod == pod for state in states)
+        answered_at = state.answered_at or 0.0
+        return any(
+            each.is_in_checkpoint
+            and each.hold.key[:3] == state.hold.key[:3]
+            and (each.answered_at or 0.0) > answered_at
+            for each in self._states.values()
+        )
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""

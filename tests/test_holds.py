@@ -216,6 +216,31 @@ def test_a_static_pod_that_returned_with_another_chip_does_not_run_on_its_former
     assert world.start(heir) == "allowed", "it is a restart"
 
 
+def test_a_pod_that_gets_other_devices_for_a_container_keeps_those_of_the_other_one(
+    world: BookWorld,
+) -> None:
+    """A kubelet that has lost its checkpoint allocates again for the container that it restarts."""
+    main, side = entry(1), entry(2, container="side")
+    world.answer(main)
+    world.answer(side)
+    world.write(main, side)
+    world.make_cgroup(FIRST, "pause")
+    for each in (main, side):
+        assert world.start(each) == "allowed"
+        world.make_cgroup(FIRST, "pause", *{"main", each.container})
+    world.look()
+    world.now += 60
+    world.write()
+    world.look()
+
+    again = entry(3)
+    world.answer(again)
+    world.write(again)
+    world.make_cgroup(FIRST, "pause", "side")
+
+    assert world.look() >= {bdf(2), bdf(3)}
+
+
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     """Memory and state file would grow with every pod."""
     world.answer(entry(2))
