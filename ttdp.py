@@ -711,7 +711,9 @@ OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
 UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-FileStamp = tuple[int, int, int]  # device, inode, mtime: inodes are reused
+# Device, inode, mtime and size: inodes are reused, and kernels before 6.13 give all files that are
+# written in one tick of 1 to 10 ms the same mtime.
+FileStamp = tuple[int, int, int, int]
 Result = TypeVar("Result")
 
 
@@ -828,7 +830,7 @@ def file_stamp(path: str) -> FileStamp | None:
     status = if_exists(os.stat, path)
     if status is None:
         return None
-    return (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def names_in(directory: str) -> list[str]:
@@ -2403,12 +2405,14 @@ class Cgroups:
         roots = []
         for name in names_in(top):
             path = f"{top}/{name}"
-            if KUBEPODS.fullmatch(name) and _is_roots_directory(path):
+            # Another user can close a directory, even to root without capabilities.
+            if not _is_roots_directory(path):
+                continue
+            if KUBEPODS.fullmatch(name):
                 roots.append(path)
             elif name != "user.slice":  # users' sessions
                 inner = [f"{path}/{each}" for each in names_in(path) if KUBEPODS.fullmatch(each)]
-                if inner and _is_roots_directory(path):
-                    roots += filter(_is_roots_directory, inner)
+                roots += filter(_is_roots_directory, inner)
         return roots
 
     def _of(self, pod: str) -> Sequence[str]:
@@ -2737,7 +2741,21 @@ class HoldBook:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
             return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state)
+        return self.runs(state) and not self._is_replaced(state)
+
+    def _is_replaced(self, state: HoldState) -> bool:
+        """Return whether the container of a hold that has left was given other devices since.
+
+        It runs on those then. The pod is a static one that has come back under its UID; or the
+        kubelet has lost its checkpoint, and allocates again for a container that it starts again.
+        """
+        answered_at = state.answered_at or 0.0
+        return any(
+            each.is_in_checkpoint
+            and each.hold.key[:3] == state.hold.key[:3]
+            and (each.answered_at or 0.0) > answered_at
+            for each in self._states.values()
+        )
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
@@ -2771,7 +2789,7 @@ class HoldBook:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
         These are the pods that the checkpoint has with exactly these IDs (or had a moment before),
-        and holds that no checkpoint has named yet.
+        and holds that no checkpoint has named yet, unless it has named a later one.
         """
         callers = []
         for state in self._states.values():
@@ -2796,7 +2814,19 @@ class HoldBook:
             return False  # it was dropped
         if state.has_left:
             return now - state.left_at < MISSING_FOR
-        return self.is_current(state, now)
+        return self.is_current(state, now) and not self._was_refused(state)
+
+    def _was_refused(self, state: HoldState) -> bool:
+        """Return whether the kubelet has refused the pod of an answer, at another resource.
+
+        It admits one pod after the other. So a checkpoint with a later answer would name this one,
+        too, if the kubelet still had it.
+        """
+        if state.hold.pod:
+            return False
+        answered_at = state.answered_at or 0.0
+        states = self._states.values()
+        return any(each.hold.pod and (each.answered_at or 0.0) > answered_at for each in states)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -2806,8 +2836,8 @@ class HoldBook:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.
 
         It waits while another pod runs on one of the chips without sharing them. `holds`: the
-        current ones. If the only pod that runs is the only possible caller, the start is that of
-        its next container, or a restart.
+        current ones. If there is only one possible caller, its own containers do not count: the
+        start is that of its next one, or a restart.
         """
         running = []
         for hold in holds:
@@ -2816,10 +2846,11 @@ class HoldBook:
             if self.runs(self._states[hold.key]):
                 running.append(hold)
 
-        running_pods = {self._states[hold.key].pod_key for hold in running}
         caller_pods = {state.pod_key for state in call.callers}
-        is_callers_own = len(caller_pods) == 1 and running_pods == caller_pods
-        return [] if is_callers_own else running
+        if len(caller_pods) == 1:
+            states = self._states
+            running = [hold for hold in running if states[hold.key].pod_key not in caller_pods]
+        return running
 
     def allow(self, call: Call, now: float) -> None:
         """Note that a start is allowed: it counts for all possible callers."""
@@ -3103,7 +3134,13 @@ class Directories:
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
         self._made &= present
-        return present - named
+
+        unnamed = present - named
+        if not unnamed:
+            return unnamed
+        # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
+        in_use = set(map(_file_identity, named))
+        return {path for path in unnamed if _file_identity(path) not in in_use}
 
     def clear(
         self,
@@ -3286,14 +3323,27 @@ def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
     """Set the mode of a directory, unless a container has made it its own; raises OSError."""
     name = path if parent is None else basename(path)
-    with _opened_directory(name, parent) as directory:
-        if _is_roots(os.fstat(directory)):
-            os.fchmod(directory, mode)
+    # A container can have closed it. Root without capabilities cannot read it then.
+    with _opened_directory(name, parent, os.O_PATH) as directory:
+        if not _is_roots(os.fstat(directory)):
+            return
+        try:
+            os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
 
 
 def _is_directory(path: str, mode: int) -> bool:
     status = if_exists(os.lstat, path)
     return bool(status and stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode)
+
+
+def _file_identity(path: str) -> tuple[int, int] | str:
+    """Return the device and inode of a file, the path itself if these cannot be read."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        return (status.st_dev, status.st_ino)
+    return path
 
 
 def _is_roots(status: os.stat_result) -> bool:
@@ -3302,10 +3352,11 @@ def _is_roots(status: os.stat_result) -> bool:
 
 
 @contextmanager
-def _opened_directory(path: str, parent: int | None = None) -> Iterator[int]:
+def _opened_directory(
+    path: str, parent: int | None = None, access: int = os.O_RDONLY
+) -> Iterator[int]:
     """Open a directory, but not through a link; raises OSError."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    directory = os.open(path, flags, dir_fd=parent)
+    directory = os.open(path, access | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         yield directory
     finally:
@@ -5205,8 +5256,9 @@ class Host:
 
     def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
         """Return the directories that can be removed; raises OSError."""
-        # Without a checkpoint, the holds may not be all that there are.
-        if not self.holds.has_read or self.holds.problem:
+        # Without a checkpoint, or one of its entries, the holds may not be all that there are.
+        holds = self.holds
+        if not holds.has_read or holds.problem or holds.unreadable:
             return set()
         return self.directories.unnamed(decision.holds, now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -374,6 +375,25 @@ async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
     await until(lambda: not own.exists())
 
 
+def test_nothing_is_removed_while_an_entry_cannot_be_read(dev: Path) -> None:
+    """A daemon that was installed anew does not know which directory its pod has."""
+    (dev / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / "x").mkdir(parents=True)
+    world = BookWorld(dev, now=time.monotonic())
+    host = ttdp.Host(world.settings, lambda: None)
+
+    def unnamed() -> set[str]:
+        host.refresh_holds(world.now, look=True)
+        return host.unnamed_directories(host.decide(world.now), world.now + 60)
+
+    odd = {**entry().json(), "DeviceIDs": [bdf(1)]}
+    data = {"PodDeviceEntries": [odd], "RegisteredDevices": {}}
+    world.put(json.dumps({"Data": data}).encode())
+    assert not unnamed()
+
+    world.write(entry())
+    assert len(unnamed()) == 1
+
+
 async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None
 ) -> None:
@@ -589,6 +609,19 @@ def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Pa
     assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
 
 
+def test_a_directory_that_a_hold_names_by_another_path_is_not_removed(
+    dev: Path, directories: Directories, parent: Path
+) -> None:
+    """An administrator has given one hugetlbfs both paths, after the answer."""
+    directories.put_right(named(parent / "x"))
+    (dev / "hugepages-1G").symlink_to("hugepages")
+
+    tidy(directories, named(parent / "x"))
+    assert (parent / "x").is_dir()
+    tidy(directories)
+    assert not (parent / "x").exists()
+
+
 def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
     """What came later is not: it was made for an answer of this daemon."""
     (parent / "before").mkdir()
@@ -749,9 +782,21 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     assert not directories.resisting and not any(parent.iterdir())
 
 
-WITHOUT_CAPABILITIES = """
-import json, sys, ttdp
-directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
+def without_capabilities(dev: Path, script: str) -> str:
+    """Return what a script prints that has `directories`, as root without capabilities."""
+    begin = f"import json, ttdp; directories = ttdp.Directories(ttdp.Settings(dev_root='{dev}'))"
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
+    done = subprocess.run(
+        [*without, f"{begin}\n{script}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(ttdp.__file__).parent,
+    )
+    return done.stdout
+
+
+TIDY = """
 for now in (0.0, 1000.0):
     directories.clear(directories.unnamed((), now), (), now, ttdp.RemovalSteps())
 print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
@@ -771,16 +816,9 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     for path in ("closed", "full", "open"):
         (parent / path).chmod(0o700 if path == "closed" else 0o777)
 
-    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
-    done = subprocess.run(
-        [*without, WITHOUT_CAPABILITIES, dev],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(ttdp.__file__).parent,
-    )
+    resisting = json.loads(without_capabilities(dev, TIDY))
     denied = "Permission denied"
-    assert json.loads(done.stdout) == {str(parent / name): denied for name in ("closed", "full")}
+    assert resisting == {str(parent / name): denied for name in ("closed", "full")}
     assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
     assert not (parent / "open").exists()
 
@@ -805,6 +843,41 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories.put_right(named(parent / "x"))
 
     assert mode_of(parent / "x") == 0o700
+
+
+def test_a_mode_that_cannot_be_put_right_is_an_error_of_that_path(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status shows it, and the command for the file system around it."""
+    (parent / "x").mkdir(mode=0o755)
+
+    def chmod(path: str, _: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr("os.chmod", chmod)
+    with pytest.raises(OSError, match=str(parent / "x")):
+        directories.put_right(named(parent / "x"))
+
+
+PUT_RIGHT = """
+names = [f"{parent}/{name}" for name in ("theirs", "roots")]
+directories.put_right(ttdp.Hold("", frozenset(), directories=tuple(names)))
+for name in names:
+    directories.make_for_locks(name)
+"""
+
+
+@needs_root
+def test_a_directory_that_a_container_has_closed_is_no_obstacle(dev: Path, parent: Path) -> None:
+    """The service is root without capabilities, and the container's next start needs it."""
+    for name in ("theirs", "roots"):
+        (parent / name).mkdir()
+        (parent / name).chmod(0)
+    os.chown(parent / "theirs", OTHER, OTHER)
+
+    without_capabilities(dev, f"parent = '{parent}'{PUT_RIGHT}")
+
+    assert mode_of(parent / "theirs") == 0 and mode_of(parent / "roots") == 0o1777
 
 
 def another_users(parent: Path, precious: Path) -> None:

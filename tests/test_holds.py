@@ -24,7 +24,7 @@ from generated import deviceplugin_pb2 as pb
 from tests.chips import bdf, chip, decide, hold
 from tests.conftest import no_descriptors
 from tests.world.book import ALWAYS, DOMAIN, FIRST, N150, BookWorld, entry
-from tests.world.checkpoint import Entry, Held
+from tests.world.checkpoint import Entry, Held, Snapshot
 from ttdp import Call, Hold
 
 A, B = bdf(1), bdf(2)
@@ -195,6 +195,52 @@ def test_a_static_pod_that_returns_has_a_hold_of_its_own(world: BookWorld, is_la
     assert world.look() == {B}
 
 
+def test_a_static_pod_that_returned_with_another_chip_does_not_run_on_its_former_one(
+    world: BookWorld,
+) -> None:
+    """A late checkpoint made it a possible caller of a start on that chip."""
+    former, returned = entry(2, pod="static"), entry(1, pod="static")
+    heir = entry(2, pod=SECOND)
+    world.run(former)
+    world.look()
+    world.remove_cgroup("static")
+    world.now += 60
+    for each in (returned, heir):
+        world.answer(each)
+        world.make_cgroup(each.uid, "pause")
+    assert world.start(heir) == "allowed"
+
+    world.write(returned, heir)
+    world.make_cgroup(SECOND, "pause", "main")
+    world.now += ttdp.WRITTEN_WITHIN
+    assert world.start(heir) == "allowed", "it is a restart"
+
+
+def test_a_pod_that_gets_other_devices_for_a_container_keeps_those_of_the_other_one(
+    world: BookWorld,
+) -> None:
+    """A kubelet that has lost its checkpoint allocates again for the container that it restarts."""
+    main, side = entry(1), entry(2, container="side")
+    world.answer(main)
+    world.answer(side)
+    world.write(main, side)
+    world.make_cgroup(FIRST, "pause")
+    for each in (main, side):
+        assert world.start(each) == "allowed"
+        world.make_cgroup(FIRST, "pause", *{"main", each.container})
+    world.look()
+    world.now += 60
+    world.write()
+    world.look()
+
+    again = entry(3)
+    world.answer(again)
+    world.write(again)
+    world.make_cgroup(FIRST, "pause", "side")
+
+    assert world.look() >= {bdf(2), bdf(3)}
+
+
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     """Memory and state file would grow with every pod."""
     world.answer(entry(2))
@@ -362,6 +408,22 @@ def test_a_container_waits_until_the_other_pod_has_ended(
     assert world.running() == {SECOND}
 
 
+def test_a_container_does_not_wait_for_its_own_pods_first_one(world: BookWorld) -> None:
+    """That runs on one of its chips, and a pod that was deleted by force on another one."""
+    forced = entry(2, resource=N150A)
+    prepare, main = (entry(1, pod=SECOND, container="prepare"), entry(1, 2, pod=SECOND))
+    world.run(forced)
+    for each in (prepare, main):
+        world.answer(each)
+    world.write(prepare, main)
+    world.make_cgroup(SECOND, "pause")
+    assert world.start(prepare) == "allowed"
+
+    assert world.start(main) == {FIRST}
+    world.make_cgroup(FIRST)
+    assert world.start(main) == "allowed"
+
+
 def test_containers_that_share_a_device_do_not_wait_for_each_other(world: BookWorld) -> None:
     """But for those that have the same chip under another resource."""
     one, two = entry(ids=[f"{A}::0"]), entry(pod=SECOND, ids=[f"{A}::1"])
@@ -475,6 +537,22 @@ def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: Boo
     waiting_to_start(world, "pause")
     world.start(entry())
     assert world.start(entry(pod=SECOND, resource=N150A)) == {FIRST}
+
+
+def test_a_pod_that_was_refused_is_no_possible_caller(world: BookWorld) -> None:
+    """At its second resource, so no checkpoint names it. Its successor's containers start."""
+    world.answer(entry(pod=SECOND))
+    world.now += 1
+    pod = [entry(container=each) for each in ("prepare", "main")]
+    for each in pod:
+        world.answer(each)
+    world.write(*pod)
+    world.make_cgroup(FIRST, "pause")
+    assert world.start(pod[0]) == "allowed"
+    world.make_cgroup(FIRST, "pause", "prepare")
+
+    world.make_cgroup(FIRST, "pause")
+    assert world.start(pod[1]) == "allowed"
 
 
 def test_a_pod_that_has_ended_is_no_possible_caller(world: BookWorld) -> None:
@@ -676,6 +754,19 @@ def test_an_unchanged_checkpoint_is_read_once(
     assert world.seconds(world.current) == ALWAYS and len(parsed) == 1
     world.write(entry(2))
     assert world.look() == {B} and len(parsed) == 2
+
+
+def test_a_checkpoint_is_new_though_inode_and_time_are_those_of_the_last_one(
+    world: BookWorld,
+) -> None:
+    """Kubelets write three in a millisecond; ext4 gives the third one the inode of the first."""
+    world.write()
+    assert not world.look()
+    status = world.path.stat()
+
+    world.path.write_bytes(Snapshot([entry()], {}).json())
+    os.utime(world.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert world.look() == {A}
 
 
 def test_a_new_checkpoint_is_looked_at_in_any_case(world: BookWorld) -> None:
@@ -1003,6 +1094,25 @@ def test_a_root_that_a_user_can_make_is_none(tmp_path: Path, theirs: str) -> Non
     assert tree.seen() is True
     os.chown(tree.top / theirs, 1000, 1000)
     assert tree.seen() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root to give a directory away")
+def test_a_users_directory_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user can close it, as that of an unprivileged LXC container: no observation may fail."""
+    tree = Tree(tmp_path)
+    tree.make(V2["burstable"])
+    closed = tree.top / "lxc.payload.theirs"
+    closed.mkdir()
+    os.chown(closed, 1000, 1000)
+    genuine = os.listdir
+
+    def listdir(path: str) -> list[str]:
+        if path == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return genuine(path)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    assert tree.seen() is True
 
 
 def test_a_cgroup_that_cannot_be_read_counts_as_populated(tmp_path: Path) -> None:

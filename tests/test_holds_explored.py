@@ -5,11 +5,13 @@ directories are real files, the clock is the test's. Nothing depends on the mach
 
 Assumed: the kubelet writes within 30 s, and creates a container within 120 s. Nobody deletes a pod
 whose entry was never written. A kubelet that has forgotten a pod does not start its containers.
+A pod that was refused did not have an ID of another one.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -142,6 +144,7 @@ class Node:
         self.settings = CONFIGURATIONS[0]
         self.world = BookWorld(home)
         self.start_directories()
+        self.save()
         self.pods, self.memory, self.written = [], [], []
         self.unwritten_since: float | None = None
         self.older: bytes | None = None  # that lacks the pod which was admitted last
@@ -178,6 +181,8 @@ class Node:
         yield 2, "time passes", lambda: self.time_passes(self.draw.choice(self.times))
         yield self.reloads, "the configuration changes", self.the_configuration_changes
         yield 0.4, "the daemon restarts", self.the_daemon_restarts
+        if self.has_saved_answers:
+            yield 0.4, "the daemon is killed", self.the_daemon_is_killed
         if self.older is not None:
             yield 2, "an older writing lands", self.an_older_writing_lands
         yield 0.4, "the checkpoint is damaged", self.the_checkpoint_is_damaged
@@ -247,7 +252,8 @@ class Node:
         assert self.unwritten_since is not None or self.world.now - left_at < MISSING_FOR
         if others := book.waits_for(call, self.decision.holds):
             running = {each.uid for each in self.pods if each.may_run}
-            assert all(not each.pod or each.pod in running for each in others)
+            is_unknown = self.kubelet == "late"  # whose answer it was
+            assert all(each.pod in running or (is_unknown and not each.pod) for each in others)
             pod.waits = True
             return False
 
@@ -255,6 +261,7 @@ class Node:
             self.directories.put_right(state.hold)
         self.clear(call)
         book.allow(call, self.world.now)
+        self.save()
         for each in self.pods:
             each.may_run |= any(it.entry.held.ids == call.ids for it in each.containers)
         pod.call = None
@@ -293,6 +300,24 @@ class Node:
         self.start_directories()
         self.the_daemon_looks()
 
+    def save(self) -> None:
+        self.saved = json.dumps(self.world.book.to_saved())
+        self.has_saved_answers = True
+
+    def the_daemon_is_killed(self) -> None:
+        """The next one has the state that was saved last."""
+        self.drop_calls()
+        if self.kubelet != "late":
+            self.write()
+        saved = [ttdp.HoldState.from_saved(each) for each in json.loads(self.saved)]
+        seen = {state.hold.name for state in saved if state.cgroup_seen}
+        self.world = BookWorld(self.home, saved, self.world.now)
+        self.start_directories()
+        had_cgroup = {pod for name, pod in self.owners.items() if name in seen}
+        for pod in self.owners.values():
+            pod.had_cgroup = pod.has_cgroup or pod in had_cgroup
+        self.the_daemon_looks()
+
     def the_daemon_is_installed_anew(self) -> None:
         """Without a state file it takes every pod that has a cgroup for one that runs.
 
@@ -310,6 +335,7 @@ class Node:
             pod.had_cgroup = pod.may_run = pod.has_cgroup
             pod.answered_at = -math.inf
         self.the_daemon_looks()
+        self.save()
 
     def the_configuration_changes(self) -> None:
         self.settings = self.draw.choice(CONFIGURATIONS)
@@ -360,15 +386,19 @@ class Node:
         is_one = is_twin or self.decision.resource(name).replicas
         ids = free[name][: 1 if is_one else draw.choice([1, 1, 2])]
         number = next(self.numbers)
-        is_static = draw.random() < 0.5 and all(pod.uid != STATIC for pod in self.pods)
+        # A kubelet that remembers the former one gives it the same devices, without an Allocate.
+        is_gone = all(each.uid != STATIC for each in (*self.pods, *self.memory))
+        is_static = is_gone and draw.random() < 0.5
         pod = Pod(STATIC if is_static else f"uid-{number}", number)
         try:
             for container in draw.choice([["main"], ["prepare", "main"]]):
-                pod.containers.append(self.allocate(pod, container, name, ids))
+                own = ids[:1] if container == "prepare" and draw.random() < 0.5 else ids
+                pod.containers.append(self.allocate(pod, container, name, own))
         except ttdp.RequestError:
             return
-        assert len({each.directory for each in pod.containers}) == 1
-        if draw.random() < 0.1:
+        sets = {frozenset(each.entry.held.ids) for each in pod.containers}
+        assert len({each.directory for each in pod.containers}) <= len(sets)
+        if not is_twin and draw.random() < 0.1:
             return  # another plugin has refused the pod
         for other in self.memory if is_twin else ():
             if any(each.entry.held.ids & {*ids} for each in other.containers):
@@ -397,6 +427,7 @@ class Node:
         answer = ttdp.container_edits(chips, {}, self.settings, mounts, hold.name)
         hold = ttdp.read_answer(answer).of(resource, ids)
         world.book.add(hold, world.now)
+        self.has_saved_answers = False
         pod.answered_at = world.now
         entry = Entry(pod.uid, container, resource, Held({-1: ids}, answer))
         return Container(entry, hold.chips, Path(hold.directories[0]))
@@ -481,7 +512,7 @@ class Node:
         directory = container.directory
         assert directory.is_dir() and directory.stat().st_mode & 0o7777 == 0o777
         found = {*directory.iterdir()}
-        if not pod.twin and not container.is_shared:
+        if pod.lives and not pod.twin and not container.is_shared:
             assert found == {path for path in pod.files if path.parent == directory}
         file = directory / str(pod.number)
         file.touch()
@@ -528,6 +559,7 @@ class Node:
         self.the_daemon_looks()
         if seconds >= 5:
             self.world.book.note_ended_pods()
+            self.save()
         for pod in self.pods:
             if pod.call and then - pod.called_at >= CALL_LASTS:
                 pod.call = None
@@ -550,6 +582,7 @@ class Node:
         self.world = BookWorld(self.home, now=5.0)
         self.start_directories()
         self.the_daemon_looks()
+        self.save()
 
     # -- what must hold
 

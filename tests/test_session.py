@@ -91,7 +91,7 @@ class Session:
         """Make a turn of the loop, with this list and the checkpoint of this number."""
         devices = [pb.Device(ID=each, health="Healthy") for each in ids]
         kubelet = ttdp.file_stamp(str(self._kubelet.socket))
-        seen = ttdp.Seen(kubelet, (0, 0, checkpoint), has_others_ids)
+        seen = ttdp.Seen(kubelet, (0, 0, 0, checkpoint), has_others_ids)
         self.session.update(ttdp.DeviceList(devices=devices), seen, is_disturbed=False)
 
     @property
@@ -132,7 +132,7 @@ def in_use() -> tuple[int, int, int]:
 
 # -- when a registration is lost -------------------------------------------------------------------
 
-STAMPS = {"missing": None, "same": (0, 0, 1), "other": (0, 0, 2)}  # beside those at Register
+STAMPS = {"missing": None, "same": (0, 0, 0, 1), "other": (0, 0, 0, 2)}  # beside those at Register
 WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the first that fits
     "missing * * *": None,
     "other * * *": "the kubelet has restarted; registering again",
