@@ -125,7 +125,7 @@ class Controls:
     def _bind(self, bdf: str) -> Answer:
         chip = self.node.chip(bdf)
         refusal = self._refusal("bind")
-        if not refusal[0] and not self.node.can_bind(chip):
+        if not refusal[0] and not chip.can_be_bound:
             refusal = (errno.ENODEV, "")
         if not refusal[0]:
             chip.bind()
