@@ -43,9 +43,7 @@ from tests.world.processes import (
     Installation,
     Kernel,
     Service,
-    cpu_seconds,
     footprint,
-    loop_seconds,
     outlet_flags,
     outlets,
     percentile,
@@ -166,8 +164,8 @@ class Bench:
         self.quick = quick
         self.installation = Installation(home, pyz)
         self.directory = home / "dp"  # the daemon's
-        self.bare_directory = home / "bare"  # the floor's
-        self.bare_directory.mkdir()
+        self.bare_directory = home / "bare/dp"  # the floor's
+        self.bare_directory.mkdir(parents=True)
         self.uevents = home / "uevents"
         for path in outlets(home).values():  # whatever others can read is written
             Path(path if path.endswith(("cdi", ".d")) else os.path.dirname(path)).mkdir()
@@ -209,7 +207,7 @@ class Bench:
     ) -> AsyncIterator[tuple[Service, Service, Kubelet, Kubelet]]:
         """Daemon and floor, up and running, each registered with its kubelet."""
         kubelet = Kubelet(self.directory)
-        other = Kubelet(self.bare_directory, pod_resources=None)
+        other = Kubelet(self.bare_directory)
         async with self.daemon(interval=interval, events=events) as daemon, self.floor() as floor:
             await daemon.ready()
             await floor.ready()
@@ -243,6 +241,16 @@ class Bench:
             for method, request in self.requests.items():
                 answer = await getattr(plugin, method)(request)
                 (self.home / method).write_bytes(answer.SerializeToString())
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads, ended ones too, in seconds: clock_getcpuclockid(3)."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+
+
+def loop_seconds(pid: int) -> float:
+    """Return the CPU time of a process's first thread, on which its loop runs, in seconds."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextlib.asynccontextmanager
@@ -492,7 +500,7 @@ async def one_more_pod(bench: Bench) -> list[Row]:
     costs: list[float] = []
     configuration = SHARED.format(home=bench.home)
     (bench.home / "state.json").unlink(missing_ok=True)  # it has the responses of other rows
-    kubelet = Kubelet(bench.directory, cgroups=bench.node.root / "sys/fs/cgroup", host=bench.node)
+    kubelet = Kubelet(bench.directory, host=bench.node)
     daemon = bench.daemon(interval=NEVER, configuration=configuration)
     async with daemon, kubelet:
         await daemon.ready()

@@ -64,7 +64,7 @@ def half_a_minute_later() -> Iterator[None]:
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
     """Return a kubelet whose pods have cgroups and processes on this node."""
-    return Kubelet(directory, cgroups=node.root / "sys/fs/cgroup", host=node, **options)
+    return Kubelet(directory, host=node, **options)
 
 
 @pytest.fixture

@@ -86,7 +86,6 @@ class World:
             version=draw.choice([(1, 32), (1, 33), (1, 36), (1, 37)]),
             policy=draw.choice(["none", "best-effort"]),
             layout=draw.choice(["cgroupfs", "systemd", "v1"]),
-            cgroups=self.node.root / "sys/fs/cgroup",
             host=self.node,
             has_pause=has_pause,
             create_seconds=0.0 if has_pause else draw.choice([0.05, 0.3]),

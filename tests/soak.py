@@ -117,7 +117,7 @@ class Soak:
             with contextlib.suppress(AdmissionError):  # a chip is dead or absent
                 await self.kubelet.admit(pod, "main", request)
         for pod in ("one", "two"):
-            self.kubelet.remove_pod(pod)
+            await self.kubelet.remove_pod(pod)
 
     async def delete_a_socket(self) -> None:
         name = self._random.choice(RESOURCES)

@@ -10,7 +10,7 @@ from typing import Any
 
 import ttdp
 from tests.chips import bdf, chip
-from tests.world.checkpoint import Entry, Held, Snapshot
+from tests.world.checkpoint import Entry, Held, Snapshot, replace
 from ttdp import Call, Hold, HoldBook, HoldState, Mount, Settings
 
 DOMAIN = "tenstorrent.com"
@@ -32,6 +32,7 @@ def entry(
     mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
     name = f"{chips[0].bdf}-{container}-{pod}"
     answer = ttdp.container_edits(chips, {}, Settings(), mounts, name)
+
     held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
     return Entry(pod, container, resource, held)
 
@@ -45,6 +46,7 @@ class BookWorld:
         self.settings = Settings(
             device_plugin_dir=str(home), sysfs_root=f"{home}/sys", dev_root=f"{home}/dev"
         )
+
         self.path = home / ttdp.CHECKPOINT
         self.cgroups = home / "sys/fs/cgroup"
         self.cgroups.mkdir(parents=True, exist_ok=True)
@@ -68,10 +70,8 @@ class BookWorld:
         self.put(Snapshot([*entries], registered or {}).json())
 
     def put(self, content: bytes) -> None:
-        """Replace the checkpoint, as the kubelet does."""
-        new = self.home / ".new"
-        new.write_bytes(content)
-        new.rename(self.path)
+        """Replace the checkpoint, also by what no kubelet writes."""
+        replace(self.path, content)
 
     # The pods' cgroups, of version 2
 
@@ -83,10 +83,13 @@ class BookWorld:
         for name in containers:
             (self.cgroup(pod) / name).mkdir(parents=True, exist_ok=True)
             (self.cgroup(pod) / name / "cgroup.events").write_text("populated 1\n")
+
         self.cgroup(pod).mkdir(parents=True, exist_ok=True)
         for directory in self.cgroup(pod).iterdir():
             if directory.is_dir() and directory.name not in containers:
                 shutil.rmtree(directory)
+
+        # The kernel counts what the cgroups below have.
         (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(bool(containers))}\n")
 
     def remove_cgroup(self, pod: str = FIRST) -> None:
@@ -128,8 +131,10 @@ class BookWorld:
         self.look()
         if self.book.was_deleted(call, self.now):
             return "refused"
+
         if others := self.book.waits_for(call, self.current()):
             return {each.pod for each in others}
+
         self.book.allow(call, self.now)
         return "allowed"
 
@@ -141,5 +146,6 @@ class BookWorld:
         self.answer(given)
         self.write(given)
         self.make_cgroup(given.uid, "pause")
+
         self.start(given)
         self.make_cgroup(given.uid, "pause", given.container)

@@ -74,7 +74,7 @@ class SimulatedNode:
         self.chips: list[Chip] = []
         self.bound: list[Chip] = []  # to our driver, in the order of their probes
         self.is_loaded = False
-        self.on_uevent: Callable[[bytes], None] | None = None
+        self.on_uevent: Callable[[bytes], object] | None = None
         self.on_step: Callable[[], None] | None = None
         self.lock = threading.RLock()  # keeps other threads from changing the tree
         self._driver = driver
