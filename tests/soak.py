@@ -89,7 +89,7 @@ class Soak:
             if self._random.randrange(period) == 0:  # so they meet in every combination
                 self.disturbances[disturbance.__name__] += 1
                 await disturbance()
-        is_plain = kubelet.is_sound
+        is_plain = not kubelet.faults
         await (kubelet.stop() if self.restarts % 2 else kubelet.kill())
         await asyncio.sleep(self._random.choice((0, 0, 0.001, 0.005, 0.02)))
         await kubelet.start()

@@ -6,7 +6,6 @@ It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.32 to 1.38; functions 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ class Allocation:
     mounts: list[pb.Mount] = field(default_factory=list)
     devices: list[pb.DeviceSpec] = field(default_factory=list)
     cdi_devices: list[str] = field(default_factory=list)
-    annotations: dict[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
@@ -52,7 +50,6 @@ class Allocation:
 
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
         """Merge an answer, except variables: what is there already wins."""
-        self.annotations = {**answer.annotations, **self.annotations}
         known = {spec.container_path for spec in self.devices}
         self.devices.extend(d for d in answer.devices if d.container_path not in known)
         known = {mount.container_path for mount in self.mounts}
@@ -306,14 +303,12 @@ class ContainerDevices:
         container = pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))
         request = pb.AllocateRequest(container_requests=[container])
         try:
-            response, seconds = await self._call(resource, "Allocate", request)
+            response = await self._call(resource, "Allocate", request)
         except Failure:
             self._pods.recount()
             raise
 
-        manager.log.record(
-            "allocate", resource=resource, **self._who, ids=sorted(ids), seconds=seconds
-        )
+        manager.log.record("allocate", resource=resource, **self._who, ids=sorted(ids))
         answer = self._inspect(resource, response)
 
         # A device on two NUMA nodes stands in both lists.
@@ -349,12 +344,10 @@ class ContainerDevices:
 
     async def _call(
         self, resource: str, method: str, request: Any, timeout: float | None = None
-    ) -> tuple[Any, float]:
-        """Call the resource's plugin; return its answer, and the seconds that it took."""
-        begin = time.monotonic()
+    ) -> Any:
+        """Return the answer of the resource's plugin. Raises Failure."""
         client = self._endpoint(resource).running(resource)
-        answer = await client.answer(getattr(client.stub, method)(request, timeout=timeout))
-        return answer, time.monotonic() - begin
+        return await client.answer(getattr(client.stub, method)(request, timeout=timeout))
 
     # The choice of devices (devicesToAllocate())
 
@@ -424,7 +417,7 @@ class ContainerDevices:
         request = pb.PreferredAllocationRequest(container_requests=[question])
 
         try:
-            response, seconds = await self._call(resource, "GetPreferredAllocation", request)
+            response = await self._call(resource, "GetPreferredAllocation", request)
         except Failure as failure:
             text = f"device plugin GetPreferredAllocation rpc failed with err: {failure}"
             raise Failure(text) from failure
@@ -432,7 +425,7 @@ class ContainerDevices:
         answers = response.container_responses
         ids = list(answers[0].deviceIDs) if answers else []
         asked = {"available": sorted(available), "must": sorted(must), "size": size}
-        manager.log.record("preferred", resource=resource, **asked, ids=ids, seconds=seconds)
+        manager.log.record("preferred", resource=resource, **asked, ids=ids)
 
         if len(answers) != 1 or len(ids) != size or len(set(ids)) != size:
             manager.log.violation(f"{resource} prefers {ids} where {size} devices were asked for")
@@ -466,9 +459,9 @@ class ContainerDevices:
 
         request = pb.PreStartContainerRequest(devices_ids=manager.config.shuffled(held.ids))
         try:
-            _, seconds = await self._call(resource, "PreStartContainer", request, PRE_START_TIMEOUT)
+            await self._call(resource, "PreStartContainer", request, PRE_START_TIMEOUT)
         except Failure as failure:
             text = f"device plugin PreStartContainer rpc failed with err: {failure}"
             raise Failure(text) from failure
 
-        manager.log.record("prestart", **who, seconds=seconds)
+        manager.log.record("prestart", **who)

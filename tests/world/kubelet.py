@@ -26,7 +26,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,11 +202,6 @@ class _Observed:
         """Answer the next `times` calls of List with what is no message."""
         self.faults.append(Fault("List", times, answer=b"\xff\xff\xff"))
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether no fault is pending."""
-        return not self.faults
-
     async def meet_fault(self, method: Method) -> Fault | None:
         """Return the fault of a call that has just arrived, after its delay."""
         fault = next((fault for fault in self.faults if fault.method == method), None)
@@ -221,10 +215,6 @@ class _Observed:
     def corrupt(self, how: Corruption | bytes) -> None:
         """Damage the checkpoint, or replace it by these bytes, until the next write."""
         self.file.corrupt(how)
-
-    def overtake(self, overtaking: bool = True) -> None:
-        """Let writes of the checkpoint overtake each other, see CheckpointFile."""
-        self.file.overtaking = overtaking
 
 
 class _Running(_Observed):
@@ -663,7 +653,7 @@ class _Registration:
         self._kubelet = kubelet
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
-        kubelet, begin = self._kubelet, time.monotonic()
+        kubelet = self._kubelet
         who = {"resource": request.resource_name, "endpoint": request.endpoint}
         kubelet.log.record("register", **who)
 
@@ -676,7 +666,7 @@ class _Registration:
             kubelet.log.record("refused", **who, message=str(failure))
             await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
 
-        kubelet.log.record("registered", **who, seconds=time.monotonic() - begin)
+        kubelet.log.record("registered", **who)
         return pb.Empty()
 
 

@@ -85,8 +85,7 @@ class Client:
     path: str
     channel: grpc.aio.Channel
     stub: Any
-    lists: int = 0  # number of messages on the stream so far
-    last: list[bytes] | None = None  # the latest of them
+    has_listed: bool = False  # a list has come on the stream
     closed: bool = False
 
     @classmethod
@@ -337,13 +336,9 @@ class Plugins:
         for text in inspect_list(resource, response.devices):
             self._log.violation(text)
 
-        content = sorted(d.SerializeToString(deterministic=True) for d in response.devices)
-        repeated = content == client.last
-        client.last = content
-
         self._devices.replace(resource, response.devices)
         await self._write()
-        client.lists += 1
+        client.has_listed = True
 
         healthy, unhealthy = self._devices.healthy[resource], self._devices.unhealthy[resource]
         self._log.record(
@@ -351,8 +346,6 @@ class Plugins:
             resource=resource,
             healthy=len(healthy),
             unhealthy=len(unhealthy),
-            number=client.lists,
-            repeated=repeated,  # nothing in it is new; the order does not count
             endpoint=client.name,
             healthy_ids=sorted(healthy),
             unhealthy_ids=sorted(unhealthy),
@@ -392,7 +385,7 @@ class Plugins:
         """Return whether a plugin of the resource is connected and has sent its first list."""
         endpoint = self.endpoints.get(resource)
         client = endpoint.client if endpoint and not endpoint.stopped else None
-        return client is not None and client.lists > 0
+        return client is not None and client.has_listed
 
     async def drop(self) -> None:
         """Break all connections, as after an error on each stream."""
