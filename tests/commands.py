@@ -172,6 +172,7 @@ def forked(
         process.start()
         process.join(4 * PATIENCE)
         assert process.exitcode is not None, f"{words} does not end"
+
         return Answer(process.exitcode, *(Path(path).read_text() for path in outputs))
 
 
@@ -180,11 +181,13 @@ def _be_the_program(
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+
     os.environ.clear()
     os.environ.update(environ)
     for name, value in constants.items():
         assert hasattr(ttdp, name)
         setattr(ttdp, name, value)
+
     sys.exit(simulation.main(words))
 
 
@@ -208,9 +211,11 @@ class Terminal:
     ) -> None:
         self.text = ""  # all that was to be seen so far
         self._seen = 0  # the end of what a test has waited for
+
         self._terminal, self._end = pty.openpty()
         size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, size)
+
         arguments = (os.ttyname(self._end), words, environ, constants)
         self._process = _forks.Process(target=_be_on_terminal, args=arguments, daemon=True)
 
@@ -280,6 +285,7 @@ def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[H
     for card in cards:
         for chip in node.add(card):
             node.set_iommu(chip.bdf)
+
     host = Host(root, node)
     host.plugins.mkdir(mode=0o750)
     with socket.socket(socket.AF_UNIX) as kubelet:
