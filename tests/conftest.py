@@ -81,9 +81,10 @@ def directory(short_tmp: Path) -> Path:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> SimulatedNode:
+def node() -> Iterator[SimulatedNode]:
     """A machine without cards, driver loaded."""
-    return SimulatedNode(tmp_path / "node")
+    with workspace() as path:
+        yield SimulatedNode(path / "node")
 
 
 @pytest.fixture

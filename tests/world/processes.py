@@ -96,23 +96,28 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 # -- place and environment -------------------------------------------------------------------------
+MEMORY = "/dev/shm"
+
+
+def is_usable(memory: str) -> bool:
+    """Return whether trees can be there. In containers it is small, and nothing there can run."""
+    return os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+
+
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """Give a temporary directory with a path that is short enough for a unix socket."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > 24
-    path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if is_long else None))
+    """Give a temporary directory with a path that is short enough for a unix socket.
+
+    It is in memory if possible: a node has hundreds of files, a Galaxy 2,500, and to make and
+    remove them takes five times as long on a disk.
+    """
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= 24
+    place = MEMORY if is_usable(MEMORY) else None if is_short else "/tmp"
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir=place))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    """Yield a directory in memory if possible: a Galaxy has 2,500 files."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
-        yield Path(directory)
 
 
 def environment(*python_path: Path, **more: str) -> dict[str, str]:
