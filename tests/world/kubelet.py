@@ -429,7 +429,7 @@ class Kubelet(_Running):
         version = ".".join(map(str, self.config.version))
         self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
 
-        # Static pods come before any plugin can register: the socket is there, but deaf till now.
+        # Static pods come first: the socket exists by now, but nothing answers on it yet.
         await self._admit_again(static=True)
         if not self.pods.api_away:
             self._hear_of_api_pods()
