@@ -522,10 +522,3 @@ class Chip:
                 remove(path)
             remove_empty(path.parent)
         remove_empty(self.node.root / "dev/tenstorrent")
-
-    def mislead(self, target: str = "") -> None:
-        """Let the by-pci link point elsewhere, such as to "../7"; "": remove it."""
-        remove(self.by_pci)
-        if target:
-            self.by_pci.parent.mkdir(parents=True, exist_ok=True)
-            self.by_pci.symlink_to(target)

@@ -111,14 +111,13 @@ class Sockets:
 
 
 def sweep(config: Config) -> None:
-    """Delete what plugins left behind: before 1.33 all files, since then sockets."""
-    sweeps_all = config.version < (1, 33)
+    """Delete what plugins left behind, never a directory or the checkpoint."""
     for path in config.directory.iterdir():
         try:
-            mode = (path.lstat() if sweeps_all else path.stat()).st_mode
+            mode = (path.lstat() if config.sweeps_all else path.stat()).st_mode
         except OSError:
             continue
-        is_swept = not stat.S_ISDIR(mode) if sweeps_all else stat.S_ISSOCK(mode)
+        is_swept = not stat.S_ISDIR(mode) if config.sweeps_all else stat.S_ISSOCK(mode)
         if is_swept and path.name != CHECKPOINT:
             path.unlink(missing_ok=True)  # its owner may have been faster
 
@@ -628,10 +627,9 @@ def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesR
     manager.prune()
     answer = pods_pb.ListPodResourcesResponse()
     active = pods.active()
-    names_ended = manager.config.version < (1, 34)  # without KubeletPodResourcesListUseActivePods
 
     for pod in manager.config.shuffled(pods):
-        if pod.uid not in active and not (pod.known and names_ended):
+        if pod.uid not in active and not (pod.known and manager.config.names_ended_pods):
             continue
 
         namespace, name = pod.full_name

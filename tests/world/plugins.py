@@ -47,6 +47,18 @@ class Config:
         self.random.shuffle(result)
         return result
 
+    # What depends on the version
+
+    @property
+    def sweeps_all(self) -> bool:
+        """Whether a start deletes all files in the directory, not only sockets: before 1.33."""
+        return self.version < (1, 33)
+
+    @property
+    def names_ended_pods(self) -> bool:
+        """Whether List has them: before 1.34 (KubeletPodResourcesListUseActivePods)."""
+        return self.version < (1, 34)
+
     @property
     def has_endpoint_per_socket(self) -> bool:
         """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""

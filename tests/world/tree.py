@@ -121,12 +121,3 @@ def remove(path: Path) -> None:
 def remove_empty(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rmdir()
-
-
-def open_below(root: Path) -> int:
-    """Return how many files below a directory this process has open."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of this listing
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
-    return count
