@@ -67,7 +67,7 @@ LOCAL = [("grpc.use_local_subchannel_pool", 1)]  # every channel a connection of
 
 
 def bare_plugin() -> None:
-    """The floor: a plain grpc.aio plugin. Its source, as it stands here, is the whole program.
+    """Be the floor: a plain grpc.aio plugin. Its source, as it stands here, is the whole program.
 
     Arguments: the kubelet's directory; that of the answers, named after methods; the resource.
     """
@@ -260,7 +260,7 @@ def loop_seconds(pid: int) -> float:
 
 @contextlib.asynccontextmanager
 async def calling(directory: Path) -> AsyncIterator[Any]:
-    """A connection of its own to the plugin that serves in a directory."""
+    """Give a connection of its own to the plugin that serves in a directory."""
     (path,) = (each for each in directory.glob("*.sock") if each.name != "kubelet.sock")
     async with grpc.aio.insecure_channel(f"unix:{path}", options=LOCAL) as channel:
         yield rpc.DevicePluginStub(channel)
@@ -298,7 +298,7 @@ class Row:
 
 
 def timed(what: str, seconds: Sequence[float], floor: Sequence[float] = ()) -> Row:
-    """A row in milliseconds from times in seconds."""
+    """Return a row in milliseconds from times in seconds."""
     return Row(
         what,
         "ms",
@@ -310,7 +310,7 @@ def timed(what: str, seconds: Sequence[float], floor: Sequence[float] = ()) -> R
 
 
 async def start_to_ready(bench: Bench) -> list[Row]:
-    """From before the exec to READY=1, in turns."""
+    """Measure from before the exec to READY=1, in turns."""
     daemon: list[float] = []
     floor: list[float] = []
     for _ in range(5 if bench.quick else 25):
@@ -378,7 +378,7 @@ async def restart(kubelet: Kubelet, pause: float) -> list[float]:
 
 
 async def kubelet_restarts(bench: Bench) -> list[Row]:
-    """From the moment at which kubelet.sock appears, in turns; and the CPU time of all of it.
+    """Measure from the moment at which kubelet.sock appears, in turns; and the CPU time of it all.
 
     Between the end of one kubelet and the start of the next lie up to 200 ms, so that it meets the
     daemon in every state.
@@ -408,7 +408,7 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
 
 
 async def events_to_lists(bench: Bench) -> list[Row]:
-    """From the moment at which a kernel event is sent until the kubelet has the list.
+    """Measure from the moment at which a kernel event is sent until the kubelet has the list.
 
     One after the other they are gathered for 30 ms; a lone one is handled at once.
     """
@@ -511,7 +511,7 @@ replicas = 100
 
 
 async def one_more_pod(bench: Bench) -> list[Row]:
-    """The CPU time of the daemon's loop in all that a pod causes, beside a hundred others.
+    """Measure the CPU time of the daemon's loop in all that a pod causes, beside a hundred others.
 
     These are GetPreferredAllocation, Allocate, PreStartContainer, and the new checkpoint.
     """
@@ -539,7 +539,7 @@ async def one_more_pod(bench: Bench) -> list[Row]:
 
 
 async def to_the_end(bench: Bench) -> list[Row]:
-    """From SIGTERM until the process is gone, with a kubelet that watches."""
+    """Measure from SIGTERM until the process is gone, with a kubelet that watches."""
     times: list[float] = []
     async with Kubelet(bench.directory) as kubelet:
         for _ in range(3 if bench.quick else 10):

@@ -192,7 +192,7 @@ def _be_the_program(
 
 
 def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
-    """The view of a node without a daemon, whose faults have begun at this Unix time."""
+    """Return the view of a node without a daemon, whose faults began at this Unix time."""
     states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
     view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
     found: dict[str, Any] = json.loads(json.dumps(view))
@@ -279,7 +279,7 @@ def _be_on_terminal(
 
 @contextlib.contextmanager
 def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[Host]:
-    """A host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
+    """Give a host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
     (root / "node").mkdir()
     node = SimulatedNode(root / "node", driver=driver, nodes="link")
     for card in cards:

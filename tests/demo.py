@@ -224,7 +224,7 @@ class Cards(Story):
         fact("mounts", *mounts)
 
     async def failure(self) -> None:
-        """The firmware of the unused n300 stops: only its heartbeat shows it, no event."""
+        """Stop the firmware of the unused n300: only its heartbeat shows it, no event."""
         kubelet = self.kubelet
         step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s)")
         [free] = kubelet.healthy(N300) - kubelet.allocated(N300)
@@ -290,7 +290,7 @@ class Cards(Story):
         fact("exit status", f"{status} after {ms(seconds)}; no socket is left")
 
     async def reboot(self) -> None:
-        """The kubelet admits its pods again as soon as it has read them."""
+        """Reboot the node; the kubelet admits its pods again as soon as it has read them."""
         kubelet = self.kubelet
         step("The node reboots; the daemon starts before the kubelet, as its unit orders")
         await kubelet.power_cut()

@@ -133,7 +133,7 @@ class World:
                 self.kubelet.log.violation(f"the kubelet has killed {event.fields}")
 
     def _plugins_are_back(self) -> bool:
-        """Whether the daemon has listed all that it has for a kubelet that starts."""
+        """Return whether the daemon has listed all that it has for a kubelet that starts."""
         resources = self.daemon.decision.resources
         return all(map(self.kubelet.manager.plugins.is_listed, resources))
 

@@ -27,7 +27,10 @@ def entry(
     ids: Iterable[str] = (),
     directory: Path | None = None,
 ) -> Entry:
-    """What the kubelet writes of an answer; ids: the chips' addresses, unless they are given."""
+    """Return what the kubelet writes of an answer.
+
+    Args: ids: the chips' addresses unless they are given; directory: of its hugepages.
+    """
     chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
     mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
     name = f"{chips[0].bdf}-{container}-{pod}"
@@ -54,7 +57,7 @@ class BookWorld:
         self.book = HoldBook(self.settings, saved)
 
     def restarted(self) -> BookWorld:
-        """What the next daemon of this boot knows."""
+        """Return the world with the next daemon of this boot, and what that knows."""
         saved = json.loads(json.dumps(self.book.to_saved()))
         return BookWorld(self.home, [HoldState.from_saved(each) for each in saved], self.now)
 
@@ -106,7 +109,7 @@ class BookWorld:
         return self.book.current(self.now)
 
     def running(self) -> set[str]:
-        """The pods for which a stranger's container would wait."""
+        """Return the pods for which a stranger's container would wait."""
         stranger = Call("example.com/any", frozenset(), frozenset(map(bdf, range(9))), ())
         return {each.pod for each in self.book.waits_for(stranger, self.current())}
 

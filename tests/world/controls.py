@@ -37,7 +37,7 @@ Answer = tuple[int, str]  # a program's status and output; for a write, an errno
 
 
 def mend(chip: Chip) -> None:
-    """What a reset does to firmware that has stopped."""
+    """Do what a reset does to firmware that has stopped."""
     chip.thaw()
     chip.post_reset()
 

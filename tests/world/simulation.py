@@ -33,7 +33,7 @@ from tests.world.tree import errno_of
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """os.open() fails as the simulated node says."""
+    """Let os.open() fail as the simulated node says."""
     genuine = os.open
 
     def simulated_open(path: Any, *arguments: Any, **keywords: Any) -> int:
@@ -59,7 +59,7 @@ NEVER = 1_000_000
 
 
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
-    """Settings for a daemon on this node, with short polls unless `others` say otherwise.
+    """Return settings for a daemon on this node, with short polls unless `others` say otherwise.
 
     No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
     plays does not keep up with such polls.
@@ -99,7 +99,7 @@ class RunningDaemon:
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
-        """Whether systemd has heard a message that begins so."""
+        """Return whether systemd has received a message that begins so."""
         return any(note.startswith(beginning) for note in self.notes)
 
     def forget_notes(self) -> None:
