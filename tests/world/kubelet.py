@@ -276,14 +276,13 @@ class _Running(_Observed):
         if worker := self._workers.pop(pod, None):
             worker.leave(lambda: None)
 
-    def _delete(self, name: str, end: Callable[[Pod], None]) -> Pod:
+    def _delete(self, name: str, end: Callable[[Pod], None]) -> None:
         """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
         pod = self.pods.get(name)
         pod.wanted = False
         self.log.record("deleted", pod=pod.name, uid=pod.uid)
         if self.alive and (pod.static or not self.pods.api_away):
             end(pod)
-        return pod
 
     def delete(self, pod: str) -> None:
         """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
@@ -334,11 +333,15 @@ class _Running(_Observed):
     def keep_cgroups(self, kept: bool = True) -> None:
         """Keep the empty cgroups of pods that end, until not `kept`."""
         self._keeps_cgroups = kept
+        if kept:
+            return
+
+        # A static pod that has returned has the cgroup of the one that has ended.
         in_use = {pod.uid for pod in self.pods if not pod.over}
-        for pod in [] if kept else self._empty:
+        for pod in self._empty:
             if pod.uid not in in_use:
                 self.runtime.remove_cgroup(pod)
-                self._empty = [other for other in self._empty if other is not pod]
+        self._empty = [pod for pod in self._empty if pod.uid in in_use]
 
 
 class Kubelet(_Running):
