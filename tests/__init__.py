@@ -57,7 +57,8 @@ Helpers:
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
-    world/node.py      sysfs, /dev and /proc of a machine with cards, which come, go, fail and block
+    world/node.py      sysfs, /dev and /proc of a machine with cards
+    world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
     world/kubelet.py   the reference kubelet; its arguments select version and runtime
     world/reference.py plugins that are not ours
@@ -76,7 +77,7 @@ over with half_a_minute_later() of conftest.py.
         await kubelet.registered("tenstorrent.com/n150")
         assert kubelet.capacity() == {"tenstorrent.com/n150": 1}
 
-To add a card: its subsystem ID goes into CARDS of ttdp.py and of world/node.py, its memory into
+To add a card: its subsystem ID goes into CARDS of ttdp.py and of world/cards.py, its memory into
 MEMORY of ttdp.py; then `pytest tests/test_inventory.py tests/world/test_node.py`. If a capture of
 the real driver exists, put it into world/data/captures.json: test_node replays each of them.
 """

@@ -43,9 +43,7 @@ from tests.world.processes import (
     Installation,
     Kernel,
     Service,
-    cpu_seconds,
     footprint,
-    loop_seconds,
     outlet_flags,
     outlets,
     percentile,
@@ -69,7 +67,7 @@ LOCAL = [("grpc.use_local_subchannel_pool", 1)]  # every channel a connection of
 
 
 def bare_plugin() -> None:
-    """The floor: a plain grpc.aio plugin. Its source, as it stands here, is the whole program.
+    """Be the floor: a plain grpc.aio plugin. Its source, as it stands here, is the whole program.
 
     Arguments: the kubelet's directory; that of the answers, named after methods; the resource.
     """
@@ -166,22 +164,25 @@ class Bench:
         self.quick = quick
         self.installation = Installation(home, pyz)
         self.directory = home / "dp"  # the daemon's
-        self.bare_directory = home / "bare"  # the floor's
-        self.bare_directory.mkdir()
-        self.uevents = home / "uevents"
+        self.bare_directory = home / "bare/dp"  # the floor's
+        self.bare_directory.mkdir(parents=True)
         for path in outlets(home).values():  # whatever others can read is written
             Path(path if path.endswith(("cdi", ".d")) else os.path.dirname(path)).mkdir()
+
+        self.uevents = home / "uevents"
         self.node = SimulatedNode(home / "node")
         self.node.add("galaxy-wormhole")
         self.node.set_hugepages(32)
         self.kernel = Kernel(self.node, self.uevents)
+
         source = f"from __future__ import annotations\n\n{inspect.getsource(bare_plugin)}"
         (home / "floor.py").write_text(source)
+        for method in self.requests:  # the floor's answers, empty so far
+            (home / method).touch()
+
         (home / "customized").mkdir()
         (home / "customized/sitecustomize.py").write_text(WITHOUT_OPENSSL)
         os.environ["PYTHONPATH"] = str(home / "customized")  # of the two programs
-        for method in self.requests:  # the floor's answers, empty so far
-            (home / method).touch()
 
     def daemon(
         self, *, interval: float = 5.0, events: bool = False, configuration: str = ""
@@ -191,6 +192,7 @@ class Bench:
         file.write_text(f"[health]\ninterval = {interval}\n{configuration}")
         flags = [f"--config-file={file}", f"--device-plugin-dir={self.directory}"]
         flags += [*self.node.flags, *outlet_flags(self.home)]
+
         self.uevents.unlink(missing_ok=True)
         uevents = self.uevents if events else None
         command, environ = self.installation.command("run", *flags, uevents=uevents)
@@ -209,7 +211,7 @@ class Bench:
     ) -> AsyncIterator[tuple[Service, Service, Kubelet, Kubelet]]:
         """Daemon and floor, up and running, each registered with its kubelet."""
         kubelet = Kubelet(self.directory)
-        other = Kubelet(self.bare_directory, pod_resources=None)
+        other = Kubelet(self.bare_directory)
         async with self.daemon(interval=interval, events=events) as daemon, self.floor() as floor:
             await daemon.ready()
             await floor.ready()
@@ -217,6 +219,7 @@ class Bench:
                 await kubelet.registered(RESOURCE)
                 await other.registered(RESOURCE)
                 yield daemon, floor, kubelet, other
+
         if kubelet.violations:
             raise Broken(f"the daemon does what no good plugin does: {kubelet.violations[0]}")
 
@@ -245,9 +248,19 @@ class Bench:
                 (self.home / method).write_bytes(answer.SerializeToString())
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads, ended ones too, in seconds: clock_getcpuclockid(3)."""
+    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+
+
+def loop_seconds(pid: int) -> float:
+    """Return the CPU time of a process's first thread, on which its loop runs, in seconds."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 @contextlib.asynccontextmanager
 async def calling(directory: Path) -> AsyncIterator[Any]:
-    """A connection of its own to the plugin that serves in a directory."""
+    """Give a connection of its own to the plugin that serves in a directory."""
     (path,) = (each for each in directory.glob("*.sock") if each.name != "kubelet.sock")
     async with grpc.aio.insecure_channel(f"unix:{path}", options=LOCAL) as channel:
         yield rpc.DevicePluginStub(channel)
@@ -285,7 +298,7 @@ class Row:
 
 
 def timed(what: str, seconds: Sequence[float], floor: Sequence[float] = ()) -> Row:
-    """A row in milliseconds from times in seconds."""
+    """Return a row in milliseconds from times in seconds."""
     return Row(
         what,
         "ms",
@@ -297,7 +310,7 @@ def timed(what: str, seconds: Sequence[float], floor: Sequence[float] = ()) -> R
 
 
 async def start_to_ready(bench: Bench) -> list[Row]:
-    """From before the exec to READY=1, in turns."""
+    """Measure from before the exec to READY=1, in turns."""
     daemon: list[float] = []
     floor: list[float] = []
     for _ in range(5 if bench.quick else 25):
@@ -317,6 +330,7 @@ async def idle(bench: Bench, seconds: float, *children: Service) -> list[float]:
             await asyncio.sleep(min(left, 2.0))
 
     await pass_by(SETTLING)
+
     begin = time.monotonic()
     before = [cpu_seconds(child.pid) for child in children]
     await pass_by(seconds)
@@ -334,15 +348,18 @@ async def at_rest(bench: Bench) -> list[Row]:
     seconds = 15 if bench.quick else 90
     metrics = Path(outlets(bench.home)["metrics_file"]).parent
     metrics.rename(f"{metrics}.away")
+
     rows = []
     async with bench.both(interval=5.0) as (daemon, floor, _, _):
         ours, bare = await idle(bench, seconds, daemon, floor)
         rows.append(Row("CPU at rest", "%", ours, floor=bare))
         rows.append(Row("  above the floor", "%", ours - bare).within(0.12))
+
         Path(f"{metrics}.away").rename(metrics)
         ours, bare = await idle(bench, seconds, daemon, floor)
         rows.append(Row("CPU at rest, metrics taken", "%", ours, floor=bare))
         rows.append(Row("  above the floor", "%", ours - bare))
+
         held, least = footprint(daemon.pid), footprint(floor.pid)
     rss = Row("memory: RSS", "MB", held.rss / 1024, floor=least.rss / 1024).within(40)
     return [rss, *rows]
@@ -354,13 +371,14 @@ async def restart(kubelet: Kubelet, pause: float) -> list[float]:
     await asyncio.sleep(pause)
     await kubelet.start()
     appeared = kubelet.find("started")[-1].at
+
     await kubelet.registered(RESOURCE, 15)
     kinds = ("register", "registered", "list")
     return [kubelet.find(kind, RESOURCE, appeared)[0].at - appeared for kind in kinds]
 
 
 async def kubelet_restarts(bench: Bench) -> list[Row]:
-    """From the moment at which kubelet.sock appears, in turns; and the CPU time of all of it.
+    """Measure from the moment at which kubelet.sock appears, in turns; and the CPU time of it all.
 
     Between the end of one kubelet and the start of the next lie up to 200 ms, so that it meets the
     daemon in every state.
@@ -377,6 +395,7 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
                 seconds.append(await restart(its_kubelet, pause))
                 await asyncio.sleep(AFTERWARDS)
                 spent.append(cpu_seconds(child.pid) - before)
+
     ours, bare = times
     columns = zip(zip(*ours, strict=True), zip(*bare, strict=True), strict=True)
     arrived, registered, listed = (timed("", *each) for each in columns)
@@ -389,7 +408,7 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
 
 
 async def events_to_lists(bench: Bench) -> list[Row]:
-    """From the moment at which a kernel event is sent until the kubelet has the list.
+    """Measure from the moment at which a kernel event is sent until the kubelet has the list.
 
     One after the other they are gathered for 30 ms; a lone one is handled at once.
     """
@@ -408,6 +427,7 @@ async def events_to_lists(bench: Bench) -> list[Row]:
             gone.append(await listed(bench.kernel.deliver, False, chip.bdf))
             chip.come_back()
             back.append(await listed(bench.kernel.deliver, True, chip.bdf))
+
         for chip in bench.node.chips[: 5 if bench.quick else 20]:
             await asyncio.sleep(QUIET)
             chip.vanish()
@@ -415,6 +435,7 @@ async def events_to_lists(bench: Bench) -> list[Row]:
             await asyncio.sleep(QUIET)
             chip.come_back()
             lone.append(await listed(bench.kernel.deliver, True, chip.bdf))
+
     return [
         timed("kernel event until the kubelet's list", gone + back).within(50, "p99"),
         timed("  a card is gone", gone),
@@ -434,6 +455,7 @@ async def in_turns(bench: Bench, ours: Any, bare: Any, method: str, requests: Se
             await getattr(plugin, method)(request)
             if turn >= WARM_UP:
                 seconds.append(time.monotonic() - begin)
+
     return timed(method, *times)
 
 
@@ -442,6 +464,7 @@ async def calls(bench: Bench) -> list[Row]:
     requests = bench.requests
     containers = [pb.ContainerAllocateRequest(devices_ids=[each.bdf]) for each in bench.node.chips]
     of_each = [pb.AllocateRequest(container_requests=[each]) for each in containers]
+
     async with (
         bench.both(),
         calling(bench.directory) as ours,
@@ -452,6 +475,7 @@ async def calls(bench: Bench) -> list[Row]:
         another = await in_turns(*plugins, "Allocate", of_each)
         question = requests["GetPreferredAllocation"]
         preferred = await in_turns(*plugins, "GetPreferredAllocation", [question])
+
     return [
         replace(same, what="Allocate of one device").below(1.2),
         replace(another, what="Allocate of another device each time").below(1.5),
@@ -464,6 +488,7 @@ async def starts(bench: Bench) -> list[Row]:
     (bench.home / "state.json").unlink(missing_ok=True)  # it has the responses of other rows
     answered = bench.requests["Allocate"]
     ids = answered.container_requests[0].devices_ids
+
     async with (
         bench.both(),
         calling(bench.directory) as ours,
@@ -472,6 +497,7 @@ async def starts(bench: Bench) -> list[Row]:
         await ours.Allocate(answered)
         request = pb.PreStartContainerRequest(devices_ids=ids)
         row = await in_turns(bench, ours, bare, "PreStartContainer", [request])
+
     return [replace(row, what="PreStartContainer that does not wait").below(1.5)]
 
 
@@ -485,18 +511,20 @@ replicas = 100
 
 
 async def one_more_pod(bench: Bench) -> list[Row]:
-    """The CPU time of the daemon's loop in all that a pod causes, beside a hundred others.
+    """Measure the CPU time of the daemon's loop in all that a pod causes, beside a hundred others.
 
     These are GetPreferredAllocation, Allocate, PreStartContainer, and the new checkpoint.
     """
     costs: list[float] = []
     configuration = SHARED.format(home=bench.home)
     (bench.home / "state.json").unlink(missing_ok=True)  # it has the responses of other rows
-    kubelet = Kubelet(bench.directory, cgroups=bench.node.root / "sys/fs/cgroup", host=bench.node)
+    kubelet = Kubelet(bench.directory, host=bench.node)
     daemon = bench.daemon(interval=NEVER, configuration=configuration)
+
     async with daemon, kubelet:
         await daemon.ready()
         await kubelet.registered(RESOURCE)
+
         before, measured = (20, 10) if bench.quick else (100, 50)
         for number in range(before + measured):
             begin = loop_seconds(daemon.pid)
@@ -505,12 +533,13 @@ async def one_more_pod(bench: Bench) -> list[Row]:
             if number >= before:
                 await asyncio.sleep(2 * AFTERWARDS)
                 costs.append(loop_seconds(daemon.pid) - begin)
+
     row = timed("one more pod, 32 chips × 100 replicas", costs)
     return [replace(row, what=f"{row.what}: loop").within(10)]
 
 
 async def to_the_end(bench: Bench) -> list[Row]:
-    """From SIGTERM until the process is gone, with a kubelet that watches."""
+    """Measure from SIGTERM until the process is gone, with a kubelet that watches."""
     times: list[float] = []
     async with Kubelet(bench.directory) as kubelet:
         for _ in range(3 if bench.quick else 10):
@@ -557,11 +586,13 @@ async def bench(options: argparse.Namespace) -> int:
                 continue
             print(f"{measurement.__name__.replace('_', ' ')} ...", file=sys.stderr)
             rows += await within(PATIENCE, "the measurement hangs", measurement(bench))
+
     print(table(rows))
     print("\nfloor: a bare grpc.aio plugin; neither of the two loads OpenSSL")
     program = "zipapp" if options.pyz else "source"
     machine = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
     print(f"{program}, {machine}, grpcio {grpc.__version__}, load {os.getloadavg()[0]:.2f}")
+
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         content = [asdict(row) | {"ratio": row.ratio} for row in rows]
@@ -580,6 +611,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of the samples")
     names = [measurement.__name__ for measurement in MEASUREMENTS]
     parser.add_argument("--only", default="", choices=names, help="measure only this")
+
     try:
         return run(bench(parser.parse_args()))
     except (Broken, TimeoutError) as error:

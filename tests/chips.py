@@ -14,7 +14,7 @@ NAMES = {"u1": "default/train", "u2": "default/serve"}  # of pods, by UID
 
 
 def bdf(bus: int) -> str:
-    """The PCI address on this bus; a domain is 256 buses."""
+    """Return the PCI address on this bus; a domain is 256 buses."""
     return f"{bus >> 8:04x}:{bus & 255:02x}:00.0"
 
 
@@ -28,7 +28,7 @@ def chip(
     fault: Kind | None = None,
     **identity: str | None,
 ) -> Chip:
-    """A listed chip. present: it has a device file; identity: as its firmware reports it."""
+    """Return a listed chip. present: it has a device file; identity: as its firmware reports it."""
     known = pci_card or "n"
     function = PciFunction(
         bdf(bus),
@@ -42,17 +42,18 @@ def chip(
     )
     if not present:
         function = function.without_device_file()._replace(on_bus=False)
+
     ill = Fault(fault, "it is ill") if fault else None
     return Chip(function, Identity(**identity), ill, had_device_file=True, is_listed=True)
 
 
 def kind_of(chip: Chip) -> Kind | None:
-    """The kind of a chip's fault."""
+    """Return the kind of a chip's fault."""
     return chip.fault.kind if chip.fault else None
 
 
 def hold(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Hold:
-    """What a container was given: IDs of a resource, and the chips on these buses."""
+    """Return what a container was given: IDs of a resource, and the chips on these buses."""
     name = resource if "/" in resource else f"tenstorrent.com/{resource}"
     chips = frozenset(map(bdf, buses))
     return Hold(name, frozenset(ids), chips=chips, pod=pod, container="main")
@@ -64,7 +65,7 @@ def decide(
     holds: Sequence[Hold] = (),
     **more: Any,
 ) -> ttdp.Decision:
-    """Decide about a host with these chips and current holds."""
+    """Return the decision about a host with these chips and current holds."""
     seen = ttdp.Observation(
         settings=settings or Settings(),
         chips={each.bdf: each for each in chips},

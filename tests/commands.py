@@ -172,6 +172,7 @@ def forked(
         process.start()
         process.join(4 * PATIENCE)
         assert process.exitcode is not None, f"{words} does not end"
+
         return Answer(process.exitcode, *(Path(path).read_text() for path in outputs))
 
 
@@ -180,16 +181,18 @@ def _be_the_program(
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+
     os.environ.clear()
     os.environ.update(environ)
     for name, value in constants.items():
         assert hasattr(ttdp, name)
         setattr(ttdp, name, value)
+
     sys.exit(simulation.main(words))
 
 
 def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
-    """The view of a node without a daemon, whose faults have begun at this Unix time."""
+    """Return the view of a node without a daemon, whose faults began at this Unix time."""
     states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
     view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
     found: dict[str, Any] = json.loads(json.dumps(view))
@@ -208,9 +211,11 @@ class Terminal:
     ) -> None:
         self.text = ""  # all that was to be seen so far
         self._seen = 0  # the end of what a test has waited for
+
         self._terminal, self._end = pty.openpty()
         size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, size)
+
         arguments = (os.ttyname(self._end), words, environ, constants)
         self._process = _forks.Process(target=_be_on_terminal, args=arguments, daemon=True)
 
@@ -274,12 +279,13 @@ def _be_on_terminal(
 
 @contextlib.contextmanager
 def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[Host]:
-    """A host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
+    """Give a host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
     (root / "node").mkdir()
     node = SimulatedNode(root / "node", driver=driver, nodes="link")
     for card in cards:
         for chip in node.add(card):
             node.set_iommu(chip.bdf)
+
     host = Host(root, node)
     host.plugins.mkdir(mode=0o750)
     with socket.socket(socket.AF_UNIX) as kubelet:

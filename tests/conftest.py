@@ -31,7 +31,7 @@ def plugin_sockets(directory: Path) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def client(directory: Path, name: str | None = None) -> AsyncIterator[Any]:
-    """A client of the daemon's socket of this name, or of its only one."""
+    """Give a client of the daemon's socket of this name, or of its only one."""
     path = directory / (name or plugin_sockets(directory)[0])
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
         yield rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
@@ -64,38 +64,39 @@ def half_a_minute_later() -> Iterator[None]:
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
     """Return a kubelet whose pods have cgroups and processes on this node."""
-    return Kubelet(directory, cgroups=node.root / "sys/fs/cgroup", host=node, **options)
+    return Kubelet(directory, host=node, **options)
 
 
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
-    """A directory with a short path: a unix socket's address holds 107 bytes."""
+    """Give a directory with a short path: a unix socket's address holds 107 bytes."""
     with workspace() as path:
         yield path
 
 
 @pytest.fixture
 def directory(short_tmp: Path) -> Path:
-    """The kubelet's device plugin directory, not made yet."""
+    """Return the kubelet's device plugin directory, not made yet."""
     return short_tmp / "dp"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> SimulatedNode:
-    """A machine without cards, driver loaded."""
-    return SimulatedNode(tmp_path / "node")
+def node() -> Iterator[SimulatedNode]:
+    """Give a machine without cards, driver loaded."""
+    with workspace() as path:
+        yield SimulatedNode(path / "node")
 
 
 @pytest.fixture
 def ticking(node: SimulatedNode) -> Iterator[None]:
-    """The firmware of the node's cards lives: for tests in which one stops, see STALLS."""
+    """Let the firmware of the node's cards live: for tests in which one stops, see STALLS."""
     with Ticker(node, 0.05):
         yield
 
 
 @pytest.fixture
 async def kubelet(node: SimulatedNode, directory: Path) -> AsyncIterator[Kubelet]:
-    """A running kubelet of this node; a good daemon does nothing that it notes as wrong."""
+    """Give a running kubelet of this node; a good daemon causes no violation."""
     async with kubelet_of(node, directory) as running:
         yield running
     assert running.violations == []

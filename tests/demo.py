@@ -85,6 +85,7 @@ class Story:
         self.installation = Installation(home, pyz)
         self.directory = home / "device-plugins"
         self.directory.mkdir()
+
         self.uevents = home / "uevents"
         self.node = SimulatedNode(home / "node")
         self.kernel = Kernel(self.node, self.uevents)
@@ -112,11 +113,14 @@ class Story:
         flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
         flags += [*self.node.flags, *outlet_flags(self.home)]
         command, environ = self.installation.command("list", *flags)
+
+        # The daemon's notifications are read by this process, which must not wait for another one.
         look = partial(subprocess.run, env=environ, capture_output=True, text=True, timeout=STEP)
         try:
             done = await asyncio.to_thread(look, command)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"waited {STEP:g} s for tt-device-plugin list") from None
+
         assert done.returncode == 0, f"list exits with status {done.returncode}: {done.stderr}"
         return done.stdout
 
@@ -126,9 +130,11 @@ class Story:
         fact("status", *status.split("; "))
 
     def show_capacity(self, expected: Mapping[str, int]) -> None:
+        """Print what the kubelet has of these resources, of which this must be the capacity."""
         capacity, allocatable = self.kubelet.capacity(), self.kubelet.allocatable()
         found = {name: capacity[name] for name in expected}
         assert found == expected, f"the capacity is {found}, not {expected}"
+
         rows = [f"{name:37}  {capacity[name]:8}  {allocatable[name]:11}" for name in expected]
         heading = f"\n{'node status':37}  capacity  allocatable"
         block("\n".join([heading, *rows]))
@@ -165,6 +171,7 @@ class Story:
         appeared = self.kubelet.find("started")[-1].at
         for resource in resources:
             await self.kubelet.registered(resource, STEP)
+
         lists = [self.kubelet.find("list", resource, appeared)[0].at for resource in resources]
         return max(lists, default=appeared) - appeared
 
@@ -176,6 +183,7 @@ class Cards(Story):
         for card, numa_node in (("n300", 0), ("p300c", 0), ("n300", 1), ("p300c", 1), ("n150", 1)):
             self.node.add(card, numa_node=numa_node)
         self.node.set_hugepages(12)
+
         await self.list_devices()
         async with self.daemon:
             await self.register()
@@ -184,6 +192,7 @@ class Cards(Story):
             await self.hot_plug()
             await self.kubelet_restarts()
             await self.stop()
+
         await self.reboot()
 
     async def list_devices(self) -> None:
@@ -198,6 +207,7 @@ class Cards(Story):
         await self.show_status("waiting for kubelet")
         seconds = await self.start_kubelet(*RESOURCES)
         fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
+
         await self.show_status("; registered with kubelet")
         self.show_capacity({N150: 1, N300: 2, P300: 4})
 
@@ -205,6 +215,7 @@ class Cards(Story):
         step("A pod requests one n300")
         got = await self.admit("training", N300)
         assert len(got.devices) == 1 and got.envs and got.mounts, f"the pod gets {got}"
+
         [device] = got.devices
         paths = f"{self.short(device.host_path)} as {device.container_path}"
         fact("device", paths, device.permissions)
@@ -213,10 +224,11 @@ class Cards(Story):
         fact("mounts", *mounts)
 
     async def failure(self) -> None:
-        """The firmware of the unused n300 stops: only its heartbeat shows it, no event."""
+        """Stop the firmware of the unused n300: only its heartbeat shows it, no event."""
         kubelet = self.kubelet
         step(f"The firmware of the other n300 stops (polled every {INTERVAL:g} s)")
         [free] = kubelet.healthy(N300) - kubelet.allocated(N300)
+
         begin = time.monotonic()
         self.node.chip(free).freeze()
         seconds = await self.wait_for_list(N300, lambda: free in kubelet.unhealthy(N300), begin)
@@ -224,6 +236,7 @@ class Cards(Story):
         assert (capacity, allocatable) == (2, 1), f"allocatable: {allocatable} of {capacity}"
         fact("unhealthy", f"{free} after {seconds:.1f} s; {allocatable} of {capacity} is left")
         await self.show_status("heartbeat stalled")
+
         begin = time.monotonic()
         self.node.chip(free).thaw()
         seconds = await self.wait_for_list(N300, lambda: free in kubelet.healthy(N300), begin)
@@ -234,14 +247,17 @@ class Cards(Story):
         step("The n150 disappears, and returns with another number")
         [chip] = [chip for chip in self.node.chips if chip.bdf in kubelet.healthy(N150)]
         old = chip.ordinal
+
         chip.vanish()
         begin = self.kernel.deliver()
         seconds = await self.wait_for_list(N150, lambda: not kubelet.healthy(N150), begin)
         fact("gone", f"/dev/tenstorrent/{old}; unhealthy after {ms(seconds)}")
+
         chip.come_back(ordinal=11)
         begin = self.kernel.deliver()
         seconds = await self.wait_for_list(N150, lambda: kubelet.healthy(N150), begin)
         fact("back", f"/dev/tenstorrent/11; healthy after {ms(seconds)}")
+
         paths = [device.container_path for device in (await self.admit("notebook", N150)).devices]
         assert paths == ["/dev/tenstorrent/11"], f"a pod gets {paths}"
         fact("a new pod", f"gets {paths[0]}; the device ID is still {chip.bdf}")
@@ -250,14 +266,17 @@ class Cards(Story):
         kubelet = self.kubelet
         step("The kubelet restarts ten times; each time it deletes all sockets")
         before = {resource: kubelet.allocated(resource) for resource in RESOURCES}
+
         times = []
         for _ in range(10):
             await kubelet.kill()
             await asyncio.sleep(0.1)
             begin = time.monotonic()
             times.append(await self.start_kubelet(*RESOURCES))
+
         median, most = ms(statistics.median(times)), ms(max(times))
         fact("registered", f"all three resources after {median} (median), at most {most}")
+
         held = {resource: kubelet.allocated(resource) for resource in RESOURCES}
         assert held == before, f"pods held {before}, and now {held}"
         await self.readmitted(begin, "training", "notebook")
@@ -271,7 +290,7 @@ class Cards(Story):
         fact("exit status", f"{status} after {ms(seconds)}; no socket is left")
 
     async def reboot(self) -> None:
-        """The kubelet admits its pods again as soon as it has read them."""
+        """Reboot the node; the kubelet admits its pods again as soon as it has read them."""
         kubelet = self.kubelet
         step("The node reboots; the daemon starts before the kubelet, as its unit orders")
         await kubelet.power_cut()
@@ -280,6 +299,7 @@ class Cards(Story):
             begin = time.monotonic()
             seconds = await self.start_kubelet(*RESOURCES)
             fact("registered", f"{ms(seconds)} after kubelet.sock appeared")
+
             await self.readmitted(begin, "training", "notebook")
             fact("pods", "all are admitted again")
             await daemon.stop(signal.SIGKILL)
@@ -291,6 +311,7 @@ class Boards(Story):
     async def act(self) -> None:
         for card in ("galaxy-wormhole", "n300"):
             self.node.add(card)
+
         async with self.daemon:
             await self.a_tray_of_chips()
             await self.neighbours()
@@ -302,6 +323,7 @@ class Boards(Story):
         await self.daemon.ready()
         await self.start_kubelet(GALAXY)
         got = await self.admit("train", GALAXY, 8)
+
         ids = sorted(got.ids[GALAXY])
         trays = {self.node.chip(bdf).telemetry["tt_serial"] for bdf in ids}
         assert len(ids) == 8 and len(trays) == 1, f"the chips {ids} are on the trays {trays}"
@@ -311,11 +333,13 @@ class Boards(Story):
         """On a tray, 1 to 4 are in one row and 5 to 8 opposite; the bus has tray and position."""
         step("A pod requests 4 chips: they are linked to each other")
         got = await self.admit("tune", GALAXY, 4)
+
         buses = sorted(int(bdf.split(":")[1], 16) for bdf in got.ids[GALAXY])
         trays = {bus & 0xF0 for bus in buses}
         positions = {bus & 0x0F for bus in buses}
         is_square = positions in ({1, 2, 5, 6}, {2, 3, 6, 7}, {3, 4, 7, 8})
         assert len(trays) == 1 and is_square, f"chips {positions} of the trays {trays}"
+
         row = " ".join(f"[{n}]" if n in positions else f" {n} " for n in range(1, 5))
         opposite = " ".join(f"[{n}]" if n in positions else f" {n} " for n in range(5, 9))
         block(f"of the tray 0x{trays.pop():02x}:  {row.rstrip()}\n{opposite.rstrip():>34}")
@@ -328,6 +352,7 @@ class Boards(Story):
         block(f'unit = "board"\n\n{shared}')
         rest = f'[sharing]\nlock_dir = "{self.home}/locks"\n[health]\ninterval = {INTERVAL}\n'
         self.configuration.write_text(f'unit = "board"\n{rest}{shared}')
+
         self.daemon.send(signal.SIGHUP)
 
         def are_listed() -> bool:
@@ -336,6 +361,7 @@ class Boards(Story):
         await kubelet.wait_for(are_listed, STEP, "the lists of two healthy trays and four replicas")
         self.show_capacity({TRAY: 4, N300: 4})
         await self.show_status("held until default/train ends")
+
         got = await self.admit("serve", TRAY)
         assert len(got.devices) == 8, f"serve gets {len(got.devices)} device files"
         fact("pod serve", f"requests one tray and gets {len(got.devices)} device files")
@@ -343,6 +369,7 @@ class Boards(Story):
     async def sharing(self) -> None:
         step("Four pods request the n300")
         got = [await self.admit(f"notebook-{number}", N300) for number in range(1, 5)]
+
         files = {device.container_path for each in got for device in each.devices}
         locks = {m.host_path for each in got for m in each.mounts if m.container_path == "/dev/shm"}
         assert len(files) == len(locks) == 1, f"they have {files} and the locks {locks}"
@@ -354,6 +381,7 @@ async def demo(pyz: Path | None) -> int:
     begin = time.monotonic()
     program = f"the zipapp {pyz.name}" if pyz else "from source"
     say(f"tt-device-plugin, {program} · simulated cards, reference kubelet, no cluster")
+
     try:
         for story in (Cards, Boards):
             with workspace() as home:
@@ -361,6 +389,7 @@ async def demo(pyz: Path | None) -> int:
     except (AssertionError, TimeoutError, AdmissionError) as error:
         say(f"\nFAILED in step {len(steps)} ({steps[-1]}): {error}")
         return 1
+
     seconds = time.monotonic() - begin
     say(f"\nSuccess: {len(steps)} steps in {seconds:.0f} s.")
     return 0

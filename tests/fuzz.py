@@ -51,13 +51,16 @@ HURRIED = patch.multiple(  # seconds: answers are old sooner, metrics are writte
 
 
 def draw_configuration(draw: random.Random) -> dict[str, Any]:
+    """Return what a reload can change: names and units of resources, and which are shared."""
     naming, unit = draw.choice(["board", "card", "arch"]), draw.choice(["chip", "board"])
     names = [*ttdp.devices_by_name(CHIPS, Settings(resource_naming=naming, unit=unit))]
+
     entries = []
     for name in draw.sample(names, draw.choice([0, 0, 1, 2])):
         devices: Any = draw.choice(["all", 1, 2])
         rename = f"{name}.few" if devices != "all" or draw.random() < 0.5 else None
         entries.append(SharedResource(name, draw.choice([2, 3]), rename, devices))
+
     return {
         "resource_naming": naming,
         "unit": unit,
@@ -80,13 +83,13 @@ class World:
         self.chips = [chip for card in CARDS for chip in self.node.add(card)]
         for name in ("cdi", "features.d", "metrics", "run"):
             (home / name).mkdir()
+
         has_pause = draw.random() < 0.5
         self.kubelet = Kubelet(
             home / "dp",
             version=draw.choice([(1, 32), (1, 33), (1, 36), (1, 37)]),
             policy=draw.choice(["none", "best-effort"]),
             layout=draw.choice(["cgroupfs", "systemd", "v1"]),
-            cgroups=self.node.root / "sys/fs/cgroup",
             host=self.node,
             has_pause=has_pause,
             create_seconds=0.0 if has_pause else draw.choice([0.05, 0.3]),
@@ -96,9 +99,11 @@ class World:
             on_event=self._note,
         )
         self.kubelet.plugins_are_back = self._plugins_are_back
-        self.kubelet.overtake(draw.random() < 0.3)
+        self.kubelet.file.overtaking = draw.random() < 0.3
         self.daemon: RunningDaemon
         self.configuration = draw_configuration(draw)
+
+        # What has happened.
         self.requests: dict[str, dict[str, int]] = {}  # of all pods, by name
         self.chips_of: dict[tuple[str, str], list[str]] = {}  # that containers were given
         self.is_fair = True  # since the kubelet started, chips and pods were left alone
@@ -113,12 +118,14 @@ class World:
             variables = dict(each.split("=", 1) for each in event.fields["env"])
             chips = variables.get(ttdp.ADDRESSES, "").split(",")
             self.chips_of[pod, event.fields["container"]] = chips
+
         elif event.kind == "started":
             # Static pods are admitted at once, before any plugin can have registered, rejected
             # ones again. A pod that neither the kubelet nor a process shows has no hold.
             pods = [each for each in self.kubelet.pods if each.wanted]
             is_plain = all((each.over or each.has_processes) and not each.static for each in pods)
             self.is_fair = is_plain and all(map(is_well, self.chips))
+
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
             is_list = re.search("OutOf|no longer healthy", str(event.fields))
@@ -126,7 +133,7 @@ class World:
                 self.kubelet.log.violation(f"the kubelet has killed {event.fields}")
 
     def _plugins_are_back(self) -> bool:
-        """Whether the daemon has listed all that it has for a kubelet that starts."""
+        """Return whether the daemon has listed all that it has for a kubelet that starts."""
         resources = self.daemon.decision.resources
         return all(map(self.kubelet.manager.plugins.is_listed, resources))
 
@@ -145,10 +152,12 @@ class World:
         # A start takes longer in reality.
         await until(lambda: not self.kubelet.manager.plugins.open_streams)
         self.configuration = draw_configuration(self.random)
+
         if how == "power cut":
             await self.kubelet.power_cut()
         elif how == "with the kubelet":
             await self.kubelet.kill()
+
         await self.start_daemon()
         if how != "alone":
             await self.kubelet.start()
@@ -159,6 +168,7 @@ class World:
         await self.kubelet.kill()
         if how:
             self.kubelet.corrupt(how)
+
         if self.random.random() < 0.2:
             self.kubelet.api_server_away()
         await self.kubelet.start()
@@ -173,22 +183,23 @@ class World:
 
     async def admit(self) -> None:
         """Admit a pod, or so many that all is taken, also what is offered wrongly."""
-        names = [
-            *ttdp.make_offer(
-                {chip.bdf: chip for chip in CHIPS}, Settings(**self.configuration)
-            ).resources
-        ]
+        chips = {chip.bdf: chip for chip in CHIPS}
+        names = [*ttdp.make_offer(chips, Settings(**self.configuration)).resources]
         request = {self.random.choice(names): self.random.choice([1, 1, 2])}
         kinds: Any = self.random.choice([["main"], ["main"], ["init", "main"]])
+
         for _ in range(self.random.choice([1, 1, 1, 1, 1, 5])):
             await self._admit(request, kinds)
 
     async def _admit(self, request: dict[str, int], kinds: Any = ("main",)) -> None:
         if not request.keys() & self.kubelet.capacity().keys():
             return  # no scheduler would choose this node
+
         pod = f"pod-{len(self.requests)}"
         self.requests[pod] = request
         self.is_fair = False
+
+        # Without its API server, a kubelet hears of static pods only.
         containers = [Container(kind, {**request}, kind) for kind in kinds]
         with contextlib.suppress(AdmissionError):
             await self.kubelet.admit_pod(pod, containers, static=self.kubelet.pods.api_away)
@@ -198,12 +209,14 @@ class World:
         """End one of the latest pods, or a part of it; others may request the same at once."""
         kubelet = self.kubelet
         self.is_fair = False
+
         acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
         acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
         pod = self.random.choice([*self.requests][-8:] or [""])
         with contextlib.suppress(LookupError):  # it was not admitted
             act(pod)
+
         for _ in range(self.random.choice([0, 1, 5])):
             await self._admit(self.requests.get(pod, {}))
 
@@ -218,9 +231,11 @@ class World:
         """Let one disappear, die, or change numbers with another one; or repair it."""
         one, other = self.random.sample(self.chips, 2)
         change = self.random.choice([one.vanish, one.die, None])
+
         ill = [chip for chip in self.chips if not is_well(chip)]
         for chip in ill:
             chip.revive() if chip.present else chip.come_back()
+
         if change and not ill:
             self.is_fair = False
             change()
@@ -259,10 +274,13 @@ def samples(text: str, metric: str, *labels: str) -> list[list[str]]:
 
 
 def compare_with_node(view: dict[str, Any], world: World) -> Differences:
+    """Compare the daemon's view with the chips of the node, and with what its pods run with."""
     rows = {row["bdf"]: row for row in view["chips"]}
+
     for chip in world.chips:
         row = rows.get(chip.bdf, {"index": None, "healthy": False})
         yield chip.bdf, (row["index"], row["healthy"]), (chip.ordinal, is_well(chip))
+
     for pod in world.kubelet.pods:
         running = [each.name for each in pod.containers.values() if each.pid is not None]
         for bdf in chain(*(world.chips_of.get((pod.name, name), ()) for name in running)):
@@ -271,20 +289,26 @@ def compare_with_node(view: dict[str, Any], world: World) -> Differences:
 
 
 def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
+    """Compare the view with CDI, metrics, status, and the lists that the kubelet has."""
     settings, kubelet, rows = world.daemon.settings, world.kubelet, view["chips"]
     cdi = ttdp.read_text(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or ""
     metrics = ttdp.read_text(settings.metrics_file) or ""
+
     yield "CDI", ttdp.cdi_nodes(cdi), {row["bdf"]: row["path"] for row in rows if row["path"]}
+
     faults = sorted([bdf, fault["kind"]] for bdf, fault in view["faults"].items())
     yield "unhealthy chips", [row["bdf"] for row in rows if row["reason"]], [*view["faults"]]
     yield "faults in the metrics", samples(metrics, "tt_device_fault", "device", "kind"), faults
+
     users = sorted([row["bdf"], pod["pod"]] for row in rows for pod in row["pods"] or ())
     held = samples(metrics, "tt_device_allocated", "device", "pod_name")
     yield "users in the metrics", held, users
-    counts = samples(metrics, "tt_resource_devices", "resource", "health", "")
+
     for name, resource in world.daemon.decision.resources.items():
         healthy = {ident for ident, device in resource.devices.items() if not device.reason}
         yield f"{name} in the kubelet", kubelet.healthy(name), healthy
+
+    counts = samples(metrics, "tt_resource_devices", "resource", "health", "")
     for row in view["resources"]:
         name = row["name"]
         yield f"state of {name}", row["state"], ttdp.REGISTERED_TEXT
@@ -299,6 +323,7 @@ async def differences(world: World) -> list[str]:
     reader, writer = await asyncio.open_unix_connection(path)
     view = json.loads(await reader.read())
     writer.close()
+
     found = [*compare_with_node(view, world), *compare_outputs(world, view)]
     return [f"{what}: {one}, not {other}" for what, one, other in found if one != other]
 
@@ -313,9 +338,11 @@ async def check(world: World) -> None:
     while (found := await differences(world)) and polls < POLLS:
         await asyncio.sleep(0.005)
         polls, last = polls + (host.polled_at > last), host.polled_at
+
     lines = map(logging.Formatter().format, world.log.buffer)
     # A kubelet that dies does not complete a call: gRPC logs that.
     errors = [line for line in lines if "Registration/Register" not in line]
+
     if broken := found + world.kubelet.violations + errors:
         raise Broken("\n".join(broken))
 
@@ -328,8 +355,10 @@ async def take_steps(world: World, steps: int, seconds: float) -> None:
         step += 1
         operation = world.random.choice(OPERATIONS)
         world.counts[operation.__name__] += 1
+
         await operation(world)
         await check(world)
+
     print(f"{step} steps in {time.monotonic() - begin:.0f} s: {dict(world.counts)}")
 
 
@@ -343,6 +372,7 @@ async def run_fuzz(seed: int, steps: int = sys.maxsize, seconds: float = inf) ->
         runtime = "with" if world.kubelet.runtime.has_pause else "without"
         about = f"kubelet {config.version}, policy {config.policy}, {runtime} pause processes"
         print(f"seed {seed}, {about}", flush=True)
+
         logging.getLogger().addHandler(world.log)
         await world.start_daemon()  # before the kubelet, as its unit orders
         async with world.kubelet:

@@ -72,14 +72,17 @@ def tools(minor: int, target: Path) -> Path:
     wanted = [f"{name}<={pinned[name]}" for name in TOOLS] + list(OLD.get(minor, ()))
     place = target / f"3.{minor}"
     stamp = place / "wanted"
-    if not (stamp.exists() and stamp.read_text() == "\n".join(wanted)):
-        shutil.rmtree(place, ignore_errors=True)
-        machine = os.uname().machine
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pip += [f"--target={place}", "--only-binary=:all:", "--implementation=cp"]
-        pip += [f"--python-version=3.{minor}", f"--platform=manylinux2014_{machine}"]
-        subprocess.run([*pip, f"--platform=manylinux_2_17_{machine}", *wanted], check=True)
-        stamp.write_text("\n".join(wanted))
+    if stamp.exists() and stamp.read_text() == "\n".join(wanted):
+        return place
+
+    shutil.rmtree(place, ignore_errors=True)
+    machine = os.uname().machine
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += [f"--target={place}", "--only-binary=:all:", "--implementation=cp"]
+    # One platform under two names: older wheels have the first.
+    pip += [f"--python-version=3.{minor}", f"--platform=manylinux2014_{machine}"]
+    subprocess.run([*pip, f"--platform=manylinux_2_17_{machine}", *wanted], check=True)
+    stamp.write_text("\n".join(wanted))
     return place
 
 
@@ -88,6 +91,7 @@ def suite(root: Path, temporary: str) -> list[str]:
     names = [f"tests/test_{part}.py" for part in PARTS]
     if missing := [name for name in names if not (ROOT / name).exists()]:
         raise FileNotFoundError(f"PARTS in tests/pythons.py has tests that do not exist: {missing}")
+
     pytest = ["-m", "pytest", "-v", "-ra", "--numprocesses=2", "--dist=loadfile"]
     pytest += ["-p", "no:cacheprovider", f"--basetemp={temporary}", f"--rootdir={root}"]
     return [*pytest, *(str(root / name) for name in names)]
@@ -120,9 +124,11 @@ def try_all(chosen: Sequence[int]) -> Iterator[tuple[str, bool]]:
         if minor not in found:
             yield f"NOT RUN: Python 3.{minor} is not installed", True
             continue
+
         venv = WORK / f"venv-3.{minor}"
         for command in make_venv(venv, modules, str(tools(minor, WORK))):
             subprocess.run([found[minor], *command], check=True)
+
         variables = {**os.environ, "HYPOTHESIS_STORAGE_DIRECTORY": str(WORK / "hypothesis")}
         python = str(venv / "bin/python")
         commands = {"tests": [python, *suite(ROOT, str(WORK / "tmp"))]}
@@ -155,11 +161,13 @@ def main() -> int:
     )
     parser.add_argument("versions", nargs="*", metavar="3.N", help="default: all that are packed")
     options = parser.parse_args()
+
     chosen = [int(version.removeprefix("3.")) for version in options.versions] or minors()
     results = []
     for text, succeeded in try_all(chosen):
         print(text if succeeded else f"{text}  FAILED", flush=True)
         results.append(succeeded)
+
     return 0 if all(results) else 1
 
 

@@ -15,6 +15,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lines = [line_of(report) for report in terminalreporter.stats.get("skipped", [])]
     if not lines:
         return
+
     terminalreporter.section("not run")
     for line in lines:
         terminalreporter.write_line(line)

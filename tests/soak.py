@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -74,6 +74,8 @@ class Soak:
     async def _restart(self) -> None:
         kubelet = self.kubelet
         kubelet.events.clear()
+
+        # Each happens once in so many restarts, at random, so they meet in every combination.
         disturbances = {
             self.run_pods: 5,
             self.delete_a_socket: 10,
@@ -86,14 +88,16 @@ class Soak:
             self.renumber: 200,
         }
         for disturbance, period in disturbances.items():
-            if self._random.randrange(period) == 0:  # so they meet in every combination
+            if self._random.randrange(period) == 0:
                 self.disturbances[disturbance.__name__] += 1
                 await disturbance()
-        is_plain = kubelet.is_sound
+
+        is_plain = not kubelet.faults
         await (kubelet.stop() if self.restarts % 2 else kubelet.kill())
         await asyncio.sleep(self._random.choice((0, 0, 0.001, 0.005, 0.02)))
         await kubelet.start()
         since = kubelet.find("started")[-1].at
+
         await self.registered()
         if is_plain:
             ends = [kubelet.find("registered", name, since)[-1].at for name in RESOURCES]
@@ -101,31 +105,41 @@ class Soak:
         self.restarts += 1
 
     async def registered(self) -> None:
+        """Wait until the kubelet has a list of each resource."""
         is_listed = self.kubelet.manager.plugins.is_listed
         for name in RESOURCES:
             await self.seen(f"{name} is not registered", functools.partial(is_listed, name))
 
     async def seen(self, otherwise: str, condition: Callable[[], object]) -> None:
+        """Wait until the kubelet has seen something; raise Broken with `otherwise` if it does not.
+
+        It is looked for after each event of the kubelet.
+        """
         try:
             await self.kubelet.wait_for(condition, 15)
         except TimeoutError:
             text = f"after {self.restarts} restarts: {otherwise}{self.daemon.latest()}"
             raise Broken(text) from None
 
+    # The disturbances
+
     async def run_pods(self) -> None:
         for pod, request in (("one", {P300: 1}), ("two", {P300: 2, N150: 1})):
             with contextlib.suppress(AdmissionError):  # a chip is dead or absent
                 await self.kubelet.admit(pod, "main", request)
+
         for pod in ("one", "two"):
-            self.kubelet.remove_pod(pod)
+            await self.kubelet.remove_pod(pod)
 
     async def delete_a_socket(self) -> None:
         name = self._random.choice(RESOURCES)
         since = time.monotonic()
         endpoint = self.kubelet.find("registered", name)
+
         sockets = [*self.kubelet.directory.glob(f"tt-{name.partition('/')[2]}.*.sock")]
         for path in sockets:
             path.unlink(missing_ok=True)  # the daemon may be removing an old one itself
+
         if endpoint or sockets:
             is_listed = functools.partial(self.kubelet.find, "list", name, since)
             await self.seen("a deleted socket is not registered again", is_listed)
@@ -134,9 +148,12 @@ class Soak:
         chip = self._random.choice(self.node.chips)
         if not chip.present or chip.condition != "healthy":
             return
+
         chip.vanish()
         self.kernel.deliver()
         await self.seen("an absent card is healthy", lambda: not self._is_healthy(chip.bdf))
+
+        # It returns with another number, which must not matter.
         ordinals = {other.ordinal for other in self.node.chips}
         chip.come_back(next(n for n in self._random.sample(range(32), 32) if n not in ordinals))
         self.kernel.deliver()
@@ -148,6 +165,7 @@ class Soak:
     async def drop(self) -> None:
         since = time.monotonic()
         await self.kubelet.drop_streams()
+
         for name in RESOURCES:
             is_listed = functools.partial(self.kubelet.find, "list", name, since)
             await self.seen("a stream that ended is not opened again", is_listed)
@@ -156,8 +174,10 @@ class Soak:
         chip = self._random.choice(self.node.chips)
         ails = [(chip.die, chip.revive), (chip.reset, chip.post_reset)]
         ail, cure = self._random.choice(ails)
+
         ail()
         await self.seen("a dead chip is healthy", lambda: not self._is_healthy(chip.bdf))
+
         cure()
         await self.seen("a revived chip is unhealthy", lambda: self._is_healthy(chip.bdf))
 
@@ -166,6 +186,7 @@ class Soak:
         await self.daemon.note("READY=1")
 
     async def hang(self) -> None:
+        """Let a kubelet start that accepts connections and never answers."""
         await self.kubelet.restart(deaf=True)
         await asyncio.sleep(0.1)
 
@@ -173,6 +194,8 @@ class Soak:
         first, second = self._random.sample([chip.bdf for chip in self.node.chips], 2)
         self.node.swap_ordinals(first, second)
         self.kernel.deliver()
+
+    # What is measured
 
     def _is_healthy(self, bdf: str) -> bool:
         return any(bdf in self.kubelet.healthy(name) for name in RESOURCES)
@@ -183,16 +206,19 @@ class Soak:
         for _ in range(6):
             await asyncio.sleep(0.25)
             looks.append(footprint(self.daemon.pid))
+
         keys = Footprint.__slots__
         return Footprint(*(min(getattr(look, key) for look in looks) for key in keys))
 
 
 @contextlib.asynccontextmanager
 async def soaking(seed: int) -> AsyncIterator[Soak]:
+    """Give a daemon that has registered all resources with a kubelet."""
     with workspace() as home:
         node, uevents = SimulatedNode(home / "node"), home / "uevents"
         for index, card in enumerate(CARDS):
             node.add(card, numa_node=index % 2)
+
         daemon = Installation(home).daemon(node, home / "dp", interval=INTERVAL, uevents=uevents)
         with Ticker(node, INTERVAL / 2):
             async with daemon, Kubelet(home / "dp") as kubelet:
@@ -214,27 +240,35 @@ async def soak(restarts: int, minutes: float, seed: int) -> int:
             await soak.step()
             spent = (time.monotonic() - begin) / 60
             progress = min(soak.restarts / restarts, spent / minutes if minutes else 1)
+
             if progress >= WARM_UP and (not samples or progress * 20 >= reports + 1):
                 reports = int(progress * 20)
                 samples.append(held := await soak.sample())
-                p99 = percentile(soak.seconds, 99) * 1000
-                memory = f"{held.rss:9d} {held.anonymous:9d}"
-                counts = f"{held.descriptors:5d} {held.threads:8d}"
-                print(f"{spent:6.1f} {soak.restarts:9d} {memory} {counts} {p99:12.1f}", flush=True)
+                print(f"{spent:6.1f} {soak.restarts:9d} {row(soak, held)}", flush=True)
+
     median = statistics.median(soak.seconds) * 1000
     print(f"{soak.restarts} restarts, registered again after {median:.1f} ms (median)")
     print(f"in between: {dict(soak.disturbances)}")
-    first, last = samples[0], samples[-1]
-    violations = sorted({*soak.kubelet.violations})
-    verdicts = {
-        f"RSS: {first.rss} kB, at the end {last.rss} kB": last.rss <= first.rss + GROWTH,
-        f"descriptors: {first.descriptors}, {last.descriptors}": first.descriptors
-        == last.descriptors,
-        f"violations of the kubelet's rules: {violations}": not violations,
-    }
+    verdicts = judge(samples[0], samples[-1], soak.kubelet.violations)
     for text, is_kept in verdicts.items():
         print(f"{'ok  ' if is_kept else 'FAIL'}  {text}")
     return 0 if all(verdicts.values()) else 1
+
+
+def row(soak: Soak, held: Footprint) -> str:
+    p99 = percentile(soak.seconds, 99) * 1000
+    memory = f"{held.rss:9d} {held.anonymous:9d}"
+    return f"{memory} {held.descriptors:5d} {held.threads:8d} {p99:12.1f}"
+
+
+def judge(first: Footprint, last: Footprint, violations: Sequence[str]) -> dict[str, bool]:
+    """Return what was promised, and whether it was kept."""
+    same = first.descriptors == last.descriptors
+    return {
+        f"RSS: {first.rss} kB, at the end {last.rss} kB": last.rss <= first.rss + GROWTH,
+        f"descriptors: {first.descriptors}, {last.descriptors}": same,
+        f"violations of the kubelet's rules: {sorted({*violations})}": not violations,
+    }
 
 
 def main() -> int:

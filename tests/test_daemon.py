@@ -495,7 +495,7 @@ async def test_the_first_list_has_every_chip(
     checkpoint = directory / ttdp.CHECKPOINT
 
     await start(interval=3600)
-    kubelet.manager.write_checkpoint_now()
+    await kubelet.manager.write_checkpoint()
     checkpoint.rename(directory / ".1")
     (directory / ".1").rename(checkpoint)
     await kubelet.wait_for(lambda: kubelet.find("list", N150))

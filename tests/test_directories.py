@@ -371,7 +371,7 @@ async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
     assert own.exists()
 
     kubelet.manager.prune()
-    kubelet.manager.write_checkpoint_now()
+    await kubelet.manager.write_checkpoint()
     await until(lambda: not own.exists())
 
 
@@ -513,7 +513,7 @@ async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not
     lock = mounts(kubelet, "train")["/dev/shm"] / "lock"
     lock.touch()
     await daemon.stop()
-    kubelet.remove_pod("train")
+    await kubelet.remove_pod("train")
     await start(**locked(short_tmp))
     with half_a_minute_later():
         await until(lambda: not lock.exists())

@@ -13,9 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +25,7 @@ import ttdp
 from tests.chips import bdf, chip, decide
 from tests.world.book import BookWorld
 from tests.world.checkpoint import Entry, Held
+from tests.world.processes import workspace
 from ttdp import Call, Directories, RemovalSteps, Settings, SharedResource, Sharing
 
 SEEDS = 32
@@ -652,9 +651,8 @@ class Node:
 def home(caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
     """A directory in memory, if there is one. The story of a failure is not the program's log."""
     caplog.set_level("CRITICAL", ttdp.log.name)
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as path:
-        yield Path(path)
+    with workspace() as path:
+        yield path
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

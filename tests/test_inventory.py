@@ -22,7 +22,7 @@ import ttdp
 from tests.chips import decide, kind_of
 from tests.world.captures import capture, capture_names
 from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
-from tests.world.processes import in_memory
+from tests.world.processes import workspace
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import (
     SENSORS,
@@ -84,15 +84,8 @@ def look(inventory: Inventory, node: SimulatedNode, at: float = 0.0) -> dict[str
 
 @contextlib.contextmanager
 def simulated(name: str) -> Iterator[SimulatedNode]:
-    with in_memory() as directory:
+    with workspace() as directory:
         yield SimulatedNode.from_capture(directory, name)
-
-
-@pytest.fixture
-def node() -> Iterator[SimulatedNode]:
-    """A machine without cards, driver loaded."""
-    with in_memory() as directory:
-        yield SimulatedNode(directory)
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     reason = "default/first must end first; it still runs on the device"
     waits = f"{P150}: container start waits: {reason}"
     await until(lambda: waits in caplog.messages)
-    kubelet.manager.write_checkpoint_now()
+    await kubelet.manager.write_checkpoint()
     await turns(daemon)
 
     assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
@@ -375,7 +375,7 @@ async def test_nothing_depends_on_the_pod_resources_api(
     await until(lambda: f"held until pod {kubelet.uid('train')} ends" in caplog.text)
     await until(lambda: "cannot get pod names" in caplog.text)
     assert not ever_offered(kubelet, P150A)
-    kubelet.remove_pod("train")
+    await kubelet.remove_pod("train")
     await kubelet.wait_for(lambda: kubelet.healthy(P150A) == {chip.bdf})
     await daemon.stop()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
 import errno
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +20,6 @@ from tests.conftest import WATCHDOG, StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
-from tests.world.tree import open_below
 from ttdp import Inventory, Kind, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
 
 
@@ -307,6 +309,15 @@ def read_all(node: SimulatedNode, function: PciFunction) -> Reading:
     """Read a chip with its sensors and processes."""
     settings = settings_of(node, node.root / "plugins")
     return ttdp.read_chip(function, is_poll=True, settings=settings)
+
+
+def open_below(root: Path) -> int:
+    """Return how many files below a directory this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
+    return count
 
 
 async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:

@@ -57,6 +57,12 @@ def preference(available: list[str], size: int) -> pb.PreferredAllocationRequest
 # -- host paths ------------------------------------------------------------------------------------
 
 
+def lead(link: Path, target: str) -> None:
+    """Let udev's link of a chip lead to another device file."""
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
 async def test_the_link_of_udev_is_waited_for(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,11 +70,11 @@ async def test_the_link_of_udev_is_waited_for(
     monkeypatch.setattr("ttdp.LINK_TIMEOUT", PATIENCE)
     chip, _ = node.chips
     (chip.by_pci.parent / "0000:09:00.0").symlink_to("../9")  # the rule is in force
-    chip.mislead("../7")  # to another chip's
+    lead(chip.by_pci, "../7")  # to another chip's
     await start(interval=3600)
     await kubelet.registered(N150)
 
-    asyncio.get_running_loop().call_later(0.1, chip.mislead, f"../{chip.ordinal}")
+    asyncio.get_running_loop().call_later(0.1, lead, chip.by_pci, f"../{chip.ordinal}")
     answer = await kubelet.admit("pod", "main", {N150: 2})
 
     assert str(chip.by_pci) in [device.host_path for device in answer.devices]
@@ -85,7 +91,7 @@ async def test_without_the_link_a_container_gets_the_device_file(
     node = SimulatedNode(tmp_path / "unlinked", links=has_rule)
     chip, _ = node.add("n150") + node.add("n150")
     if has_rule:
-        chip.mislead()
+        chip.by_pci.unlink()
 
     async with RunningDaemon(node, settings_of(node, directory, interval=3600)):
         await kubelet.registered(N150)
@@ -104,7 +110,7 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
     """
     monkeypatch.setattr("ttdp.LINK_TIMEOUT", 4 * PATIENCE)
     chip, other = node.chips
-    chip.mislead()
+    chip.by_pci.unlink()
     cdi = short_tmp / "cdi"
     daemon = await start(interval=0.1, device_list_strategy="cdi")
     await kubelet.registered(N150)

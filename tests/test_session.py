@@ -413,7 +413,7 @@ async def test_an_event_in_the_directory_ends_the_pause(
     for name in (N150, P150):
         await until(lambda: "rejected Register" in state(daemon, name))  # noqa: B023
 
-    kubelet.manager.write_checkpoint_now()
+    await kubelet.manager.write_checkpoint()
     await turns(daemon)
     assert len(kubelet.find("register")) == 2
 

@@ -505,7 +505,7 @@ def test_boot_with_the_kubelet(host: Host, late: bool, told: Told) -> None:
         wait_until(lambda: host.status_of(*socket) == 0, "systemctl's socket")
         host.status_becomes("waiting for the driver", host.node.chips[0].bdf)
         for chip in host.node.chips:
-            host.node.probe(chip.bdf)
+            chip.bind()
             time.sleep(0.2)  # chips that appear one after another
 
     with ThreadPoolExecutor() as meanwhile:

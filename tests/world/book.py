@@ -10,7 +10,7 @@ from typing import Any
 
 import ttdp
 from tests.chips import bdf, chip
-from tests.world.checkpoint import Entry, Held, Snapshot
+from tests.world.checkpoint import Entry, Held, Snapshot, replace
 from ttdp import Call, Hold, HoldBook, HoldState, Mount, Settings
 
 DOMAIN = "tenstorrent.com"
@@ -27,11 +27,15 @@ def entry(
     ids: Iterable[str] = (),
     directory: Path | None = None,
 ) -> Entry:
-    """What the kubelet writes of an answer; ids: the chips' addresses, unless they are given."""
+    """Return what the kubelet writes of an answer.
+
+    Args: ids: the chips' addresses unless they are given; directory: of its hugepages.
+    """
     chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
     mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
     name = f"{chips[0].bdf}-{container}-{pod}"
     answer = ttdp.container_edits(chips, {}, Settings(), mounts, name)
+
     held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
     return Entry(pod, container, resource, held)
 
@@ -45,6 +49,7 @@ class BookWorld:
         self.settings = Settings(
             device_plugin_dir=str(home), sysfs_root=f"{home}/sys", dev_root=f"{home}/dev"
         )
+
         self.path = home / ttdp.CHECKPOINT
         self.cgroups = home / "sys/fs/cgroup"
         self.cgroups.mkdir(parents=True, exist_ok=True)
@@ -52,7 +57,7 @@ class BookWorld:
         self.book = HoldBook(self.settings, saved)
 
     def restarted(self) -> BookWorld:
-        """What the next daemon of this boot knows."""
+        """Return the world with the next daemon of this boot, and what that knows."""
         saved = json.loads(json.dumps(self.book.to_saved()))
         return BookWorld(self.home, [HoldState.from_saved(each) for each in saved], self.now)
 
@@ -68,10 +73,8 @@ class BookWorld:
         self.put(Snapshot([*entries], registered or {}).json())
 
     def put(self, content: bytes) -> None:
-        """Replace the checkpoint, as the kubelet does."""
-        new = self.home / ".new"
-        new.write_bytes(content)
-        new.rename(self.path)
+        """Replace the checkpoint, also by what no kubelet writes."""
+        replace(self.path, content)
 
     # The pods' cgroups, of version 2
 
@@ -83,10 +86,13 @@ class BookWorld:
         for name in containers:
             (self.cgroup(pod) / name).mkdir(parents=True, exist_ok=True)
             (self.cgroup(pod) / name / "cgroup.events").write_text("populated 1\n")
+
         self.cgroup(pod).mkdir(parents=True, exist_ok=True)
         for directory in self.cgroup(pod).iterdir():
             if directory.is_dir() and directory.name not in containers:
                 shutil.rmtree(directory)
+
+        # The kernel counts what the cgroups below have.
         (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(bool(containers))}\n")
 
     def remove_cgroup(self, pod: str = FIRST) -> None:
@@ -103,7 +109,7 @@ class BookWorld:
         return self.book.current(self.now)
 
     def running(self) -> set[str]:
-        """The pods for which a stranger's container would wait."""
+        """Return the pods for which a stranger's container would wait."""
         stranger = Call("example.com/any", frozenset(), frozenset(map(bdf, range(9))), ())
         return {each.pod for each in self.book.waits_for(stranger, self.current())}
 
@@ -128,8 +134,10 @@ class BookWorld:
         self.look()
         if self.book.was_deleted(call, self.now):
             return "refused"
+
         if others := self.book.waits_for(call, self.current()):
             return {each.pod for each in others}
+
         self.book.allow(call, self.now)
         return "allowed"
 
@@ -141,5 +149,6 @@ class BookWorld:
         self.answer(given)
         self.write(given)
         self.make_cgroup(given.uid, "pause")
+
         self.start(given)
         self.make_cgroup(given.uid, "pause", given.container)

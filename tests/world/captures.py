@@ -42,11 +42,13 @@ def capture(name: str) -> dict[str, Any]:
     the firmware knew, if the attributes do not show it.
     """
     stored = _stored("captures.json")[name]
+
     functions = []
     for line in stored["functions"]:
         common = {group: values | line[group] for group, values in stored["common"].items()
                   if group in line}  # fmt: skip
         functions.append(line | common)
+
     return {**stored, "functions": functions}
 
 
@@ -56,6 +58,7 @@ def captured_tree(name: str) -> dict[str, str]:
     tree = dict.fromkeys(facts["directories"], "directory")
     for key, value in facts["module"].items():
         tree[f"/sys/module/tenstorrent/{key}"] = value
+
     for function in facts["functions"]:
         pci, ordinal = f"/sys/devices/{function['path']}", function["ordinal"]
         places = {
@@ -65,10 +68,12 @@ def captured_tree(name: str) -> dict[str, str]:
         }
         for group, place in places.items():
             tree |= {f"{place}/{key}": value for key, value in function.get(group, {}).items()}
+
         own = {"bdf": pci.rpartition("/")[2], "path": function["path"]}
         own |= {"N": ordinal, "H": function["hwmon"]}
         for link, target in function["links"].items():
             tree[link.format(**own)] = f"-> {target.format(**own)}"
+
         tree |= {f"/dev/tenstorrent/by-id/{link}": f"-> ../{ordinal}" for link in function["by_id"]}
         if function["pids"] is not None:
             tree[f"/proc/driver/tenstorrent/{ordinal}/pids"] = function["pids"]

@@ -90,6 +90,7 @@ class Snapshot(NamedTuple):
             data = content["Data"]
             if content["Checksum"] != checksum(data):
                 raise ValueError("checkpoint is corrupted")
+
             entries = [Entry.parse(item) for item in data["PodDeviceEntries"] or []]
             registered = {
                 str(resource): [str(ident) for ident in ids or []]
@@ -102,6 +103,15 @@ class Snapshot(NamedTuple):
 
 def checksum(data: object) -> int:
     return zlib.crc32(json.dumps(data, sort_keys=True).encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Replace the checkpoint: a dot file beside it, then a rename. A plugin sees both events."""
+    temporary = path.with_name(".1234567890")  # the original's number is random
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    temporary.rename(path)
 
 
 class CheckpointFile:
@@ -133,30 +143,19 @@ class CheckpointFile:
         if self.overtaking:
             await asyncio.sleep(self._random.uniform(0, self.LATE))
         self._land(number, content, life)
+
         if number < self._landed[0]:
             later = self._random.uniform(0, self.STALE)
             asyncio.get_running_loop().call_later(later, lambda: self._land(*self._landed, life))
 
-    def write_now(self, snapshot: Snapshot) -> None:
-        """Write a snapshot past all others."""
-        self._taken += 1
-        self._land(self._taken, snapshot.json(), self._life)
-
     def _land(self, number: int, content: bytes, life: int) -> None:
-        """Write a dot file in the same directory and rename it: a plugin sees both events."""
+        """Replace the file, unless the kubelet that took the snapshot has ended."""
         if life != self._life:
             return
         self._landed = max(self._landed, (number, content))
         self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._replace(f".{self._random.randrange(10**8, 10**10)}", content)
+        replace(self.path, content)
         self._log.record("written", number=number, stale=number < self._landed[0])
-
-    def _replace(self, temporary: str, content: bytes) -> None:
-        path = self.path.with_name(temporary)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        path.rename(self.path)
 
     def abandon(self) -> None:
         """Lose all writes under way, as at the end of the process."""
@@ -174,6 +173,7 @@ class CheckpointFile:
         if how == "missing":
             self.path.unlink(missing_ok=True)
             return
+
         whole = self.path.read_bytes() if self.path.is_file() else Snapshot([], {}).json()
         contents = {
             "empty": b"",
@@ -181,4 +181,4 @@ class CheckpointFile:
             "garbage": self._random.randbytes(512),
             "checksum": whole.replace(b'"Checksum":', b'"Checksum":1'),
         }
-        self._replace(".1", how if isinstance(how, bytes) else contents[how])
+        replace(self.path, how if isinstance(how, bytes) else contents[how])

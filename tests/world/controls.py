@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ttdp
 from tests.world.node import Chip, SimulatedNode
@@ -36,7 +37,7 @@ Answer = tuple[int, str]  # a program's status and output; for a write, an errno
 
 
 def mend(chip: Chip) -> None:
-    """What a reset does to firmware that has stopped."""
+    """Do what a reset does to firmware that has stopped."""
     chip.thaw()
     chip.post_reset()
 
@@ -45,11 +46,16 @@ class Controls:
     """The other side of what an operator does: the kernel's and the card's."""
 
     def __init__(self, node: SimulatedNode, directory: Path) -> None:
-        """directory: for the socket; its path must be short."""
+        """Args: directory: for the socket; its path must be short."""
         self.node = node
         self.path = str(directory / "controls")
+        self.before: Callable[[str], None] = lambda call: None  # called with what is to be done
+
+        # What was done.
         self.calls: list[str] = []  # "tt-smi -r …", "bind 0000:01:00.0"
         self.environments: list[dict[str, str]] = []  # of the programs
+
+        # What comes of it.
         self.finds: set[str] = set()  # addresses of the cards that a rescan finds
         self.refused: dict[str, str] = {}  # names of errno by name of the attribute
         self.version = "6.8.0"  # of tt-smi
@@ -57,7 +63,6 @@ class Controls:
         self.status = 0  # of tt-smi -r
         self.hangs = False  # tt-smi -r, until it is ended
         self.waiting = 0  # programs that hang at the moment
-        self.before: Callable[[str], None] = lambda call: None  # called with what is to be done
 
     def install(self, *names: str, ignored: tuple[int, ...] = ()) -> None:
         """Put programs into the node's `bin`; ignored: signals that do not end them."""
@@ -71,6 +76,7 @@ class Controls:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Controls]:
+        """Listen while the context lasts."""
         tasks: set[asyncio.Task[Any]] = set()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +131,7 @@ class Controls:
     def _bind(self, bdf: str) -> Answer:
         chip = self.node.chip(bdf)
         refusal = self._refusal("bind")
-        if not refusal[0] and not self.node.can_bind(chip):
+        if not refusal[0] and not chip.can_be_bound:
             refusal = (errno.ENODEV, "")
         if not refusal[0]:
             chip.bind()
@@ -160,7 +166,6 @@ class Controls:
 @contextlib.contextmanager
 def kernel_writes(controls: str | None) -> Iterator[None]:
     """Send what the program writes to sysfs to the Controls at this socket, if there is one."""
-    genuine = ttdp.write_attribute
 
     def simulated(path: str, text: str) -> None:
         os.close(os.open(path, os.O_WRONLY))  # it must exist, and may be forbidden
@@ -168,6 +173,8 @@ def kernel_writes(controls: str | None) -> Iterator[None]:
         words = [file.name, text.strip()]
         if file.name == "driver_override":
             words.append(file.parent.name)
+
+        # The kernel acts, and answers, before the write returns.
         with socket.socket(socket.AF_UNIX) as kernel:
             kernel.connect(controls or "")
             kernel.sendall(json.dumps([words, None]).encode() + b"\n")
@@ -175,9 +182,5 @@ def kernel_writes(controls: str | None) -> Iterator[None]:
         if number:
             raise OSError(number, os.strerror(number), path)
 
-    if controls:
-        ttdp.write_attribute = simulated
-    try:
+    with patch.object(ttdp, "write_attribute", simulated) if controls else contextlib.nullcontext():
         yield
-    finally:
-        ttdp.write_attribute = genuine

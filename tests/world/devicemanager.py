@@ -6,7 +6,6 @@ It follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.32 to 1.38; functions 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ class Allocation:
     mounts: list[pb.Mount] = field(default_factory=list)
     devices: list[pb.DeviceSpec] = field(default_factory=list)
     cdi_devices: list[str] = field(default_factory=list)
-    annotations: dict[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
@@ -52,7 +50,6 @@ class Allocation:
 
     def add(self, answer: pb.ContainerAllocateResponse) -> None:
         """Merge an answer, except variables: what is there already wins."""
-        self.annotations = {**answer.annotations, **self.annotations}
         known = {spec.container_path for spec in self.devices}
         self.devices.extend(d for d in answer.devices if d.container_path not in known)
         known = {mount.container_path for mount in self.mounts}
@@ -138,10 +135,6 @@ class DeviceManager:
         """Write the checkpoint; returns when it is there."""
         await self._file.write(self._snapshot())
 
-    def write_checkpoint_now(self) -> None:
-        """Write the checkpoint past all writes that are under way."""
-        self._file.write_now(self._snapshot())
-
     def read_checkpoint(self) -> None:
         """Read which pod has which devices; resources stay empty until a plugin registers.
 
@@ -154,9 +147,11 @@ class DeviceManager:
             return
         if snapshot is None:
             return
+
         for uid, container, resource, held in snapshot.entries:
             self.pods.insert(uid, container, resource, held)
         self.pods.recount()
+
         for resource in snapshot.registered:
             self.devices.replace(resource, [])
             self.plugins.endpoints[resource] = Endpoint()
@@ -288,6 +283,7 @@ class ContainerDevices:
         manager, reusable = self._manager, self._reusable
         if request:
             manager.prune()
+
         is_new = False
         for resource, needed in manager.config.shuffled(request.items()):
             if chosen := await self._choose(resource, needed):
@@ -295,6 +291,7 @@ class ContainerDevices:
                 is_new = True
         if is_new:
             await manager.write_checkpoint()
+
         is_init = self._container.kind == "init"
         for resource, held in self._pods.of(self._uid, self._container.name).items():
             spare = reusable.get(resource, set())
@@ -303,20 +300,18 @@ class ContainerDevices:
     async def _allocate(self, resource: str, ids: set[str]) -> None:
         """Call Allocate, and remember the answer."""
         manager = self._manager
-        begin = time.monotonic()
-        request = pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))
+        container = pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))
+        request = pb.AllocateRequest(container_requests=[container])
         try:
-            client = self._endpoint(resource).running(resource)
-            call = client.stub.Allocate(pb.AllocateRequest(container_requests=[request]))
-            response: pb.AllocateResponse = await client.answer(call)
+            response = await self._call(resource, "Allocate", request)
         except Failure:
             self._pods.recount()
             raise
-        seconds = time.monotonic() - begin
-        manager.log.record(
-            "allocate", resource=resource, **self._who, ids=sorted(ids), seconds=seconds
-        )
+
+        manager.log.record("allocate", resource=resource, **self._who, ids=sorted(ids))
         answer = self._inspect(resource, response)
+
+        # A device on two NUMA nodes stands in both lists.
         per_node: dict[int, list[str]] = {}
         for ident in manager.config.shuffled(ids):
             device = manager.devices.get(resource, ident)
@@ -324,6 +319,7 @@ class ContainerDevices:
                 manager.dereference(resource, ident)
             for node in numa_nodes(device) or [NO_NUMA_NODE]:
                 per_node.setdefault(node, []).append(ident)
+
         held = Held(per_node, answer)
         self._pods.insert(self._uid, self._container.name, resource, held)
 
@@ -336,6 +332,7 @@ class ContainerDevices:
             log.violation(f"{resource} answers Allocate of one container for {len(answers)}")
         if not answers:
             raise Failure(f"no containers return in allocation response {response}")
+
         for spec in answers[0].devices:
             if not spec.permissions or set(spec.permissions) - set("rwm"):
                 text = f"gives {spec.host_path} the permissions {spec.permissions!r}"
@@ -344,6 +341,13 @@ class ContainerDevices:
 
     def _endpoint(self, resource: str) -> Endpoint:
         return self._manager.plugins.endpoints.get(resource, Endpoint())
+
+    async def _call(
+        self, resource: str, method: str, request: Any, timeout: float | None = None
+    ) -> Any:
+        """Return the answer of the resource's plugin. Raises Failure."""
+        client = self._endpoint(resource).running(resource)
+        return await client.answer(getattr(client.stub, method)(request, timeout=timeout))
 
     # The choice of devices (devicesToAllocate())
 
@@ -359,15 +363,18 @@ class ContainerDevices:
             chosen.update(self._manager.config.shuffled(candidates - chosen)[:missing])
             self._pods.allocated.setdefault(resource, set()).update(chosen)
 
+        # What an init container leaves comes first, and nobody is asked about it.
         take(self._reusable.get(resource, set()))
         if len(chosen) == required:
             return chosen
+
         taken = self._pods.allocated.get(resource, set())
         available = self._manager.devices.healthy[resource] - taken
         needed = required - len(chosen)
         if len(available) < needed:
             numbers = f"Requested: {needed}, Available: {len(available)}"
             raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
+
         preferred = await self._prefer(resource, available | chosen, {*chosen}, required)
         take(preferred & available)
         take(available)
@@ -384,12 +391,14 @@ class ContainerDevices:
         have = held.ids if held else set()
         if self._running:
             return False
+
         healthy = self._manager.devices.healthy.get(resource, set())
         unhealthy = f"cannot allocate unhealthy devices {resource}"
         if not healthy:
             raise Failure(f"no healthy devices present; {unhealthy}")
         if not have <= healthy:
             raise Failure(f"previously allocated devices are no longer healthy; {unhealthy}")
+
         return required > len(have)
 
     async def _prefer(
@@ -399,29 +408,31 @@ class ContainerDevices:
         manager, endpoint = self._manager, self._endpoint(resource)
         if not endpoint.options or not endpoint.options.get_preferred_allocation_available:
             return set()
+
         question = pb.ContainerPreferredAllocationRequest(
             available_deviceIDs=manager.config.shuffled(available),
             must_include_deviceIDs=manager.config.shuffled(must),
             allocation_size=size,
         )
         request = pb.PreferredAllocationRequest(container_requests=[question])
-        begin = time.monotonic()
+
         try:
-            client = endpoint.running(resource)
-            response = await client.answer(client.stub.GetPreferredAllocation(request))
+            response = await self._call(resource, "GetPreferredAllocation", request)
         except Failure as failure:
             text = f"device plugin GetPreferredAllocation rpc failed with err: {failure}"
             raise Failure(text) from failure
+
         answers = response.container_responses
         ids = list(answers[0].deviceIDs) if answers else []
         asked = {"available": sorted(available), "must": sorted(must), "size": size}
-        seconds = time.monotonic() - begin
-        manager.log.record("preferred", resource=resource, **asked, ids=ids, seconds=seconds)
+        manager.log.record("preferred", resource=resource, **asked, ids=ids)
+
         if len(answers) != 1 or len(ids) != size or len(set(ids)) != size:
             manager.log.violation(f"{resource} prefers {ids} where {size} devices were asked for")
         if not must <= set(ids) <= available:
             text = "not all available, or not all that must be included"
             manager.log.violation(f"{resource} prefers {ids}: {text}")
+
         return set(ids)
 
     # The start of a container (GetDeviceRunContainerOptions())
@@ -442,15 +453,15 @@ class ContainerDevices:
             where = f"pod {self._uid}, container {self._container.name}"
             text = f"no devices found allocated in local cache for {where}, resource {resource}"
             raise Failure(text)
+
         who = {"resource": resource, **self._who, "ids": sorted(held.ids)}
         manager.log.record("prestarting", **who)
-        begin = time.monotonic()
-        question = pb.PreStartContainerRequest(devices_ids=manager.config.shuffled(held.ids))
+
+        request = pb.PreStartContainerRequest(devices_ids=manager.config.shuffled(held.ids))
         try:
-            client = endpoint.running(resource)
-            call = client.stub.PreStartContainer(question, timeout=PRE_START_TIMEOUT)
-            await client.answer(call)
+            await self._call(resource, "PreStartContainer", request, PRE_START_TIMEOUT)
         except Failure as failure:
             text = f"device plugin PreStartContainer rpc failed with err: {failure}"
             raise Failure(text) from failure
-        manager.log.record("prestart", **who, seconds=time.monotonic() - begin)
+
+        manager.log.record("prestart", **who)

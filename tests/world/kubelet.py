@@ -26,7 +26,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,14 +111,13 @@ class Sockets:
 
 
 def sweep(config: Config) -> None:
-    """Delete what plugins left behind: before 1.33 all files, since then sockets."""
-    sweeps_all = config.version < (1, 33)
+    """Delete what plugins left behind, never a directory or the checkpoint."""
     for path in config.directory.iterdir():
         try:
-            mode = (path.lstat() if sweeps_all else path.stat()).st_mode
+            mode = (path.lstat() if config.sweeps_all else path.stat()).st_mode
         except OSError:
             continue
-        is_swept = not stat.S_ISDIR(mode) if sweeps_all else stat.S_ISSOCK(mode)
+        is_swept = not stat.S_ISDIR(mode) if config.sweeps_all else stat.S_ISSOCK(mode)
         if is_swept and path.name != CHECKPOINT:
             path.unlink(missing_ok=True)  # its owner may have been faster
 
@@ -199,14 +197,9 @@ class _Observed:
         """Delay the next `times` calls."""
         self.faults.append(Fault(method, times, seconds=seconds))
 
-    def garble(self, answer: bytes = b"\xff\xff\xff", times: float = 1) -> None:
-        """Answer the next `times` calls of List with these bytes."""
-        self.faults.append(Fault("List", times, answer=answer))
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether no fault is pending."""
-        return not self.faults
+    def garble(self, times: float = 1) -> None:
+        """Answer the next `times` calls of List with what is no message."""
+        self.faults.append(Fault("List", times, answer=b"\xff\xff\xff"))
 
     async def meet_fault(self, method: Method) -> Fault | None:
         """Return the fault of a call that has just arrived, after its delay."""
@@ -221,10 +214,6 @@ class _Observed:
     def corrupt(self, how: Corruption | bytes) -> None:
         """Damage the checkpoint, or replace it by these bytes, until the next write."""
         self.file.corrupt(how)
-
-    def overtake(self, overtaking: bool = True) -> None:
-        """Let writes of the checkpoint overtake each other, see CheckpointFile."""
-        self.file.overtaking = overtaking
 
 
 class _Running(_Observed):
@@ -249,6 +238,7 @@ class _Running(_Observed):
             return
 
         async def ready() -> None:
+            # A static pod that returns has the UID, and so the cgroup, of the one that ends.
             same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
             await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
             self.runtime.make_cgroup(pod)
@@ -257,7 +247,7 @@ class _Running(_Observed):
         self._workers[pod] = worker
 
     async def _prepare(self, pod: Pod, container: Container) -> Allocation:
-        raise NotImplementedError
+        return await ContainerDevices(self.manager, pod, container).prepare()
 
     def _stop_processes(self, pod: Pod) -> None:
         for container in pod.containers.values():
@@ -286,14 +276,13 @@ class _Running(_Observed):
         if worker := self._workers.pop(pod, None):
             worker.leave(lambda: None)
 
-    def _delete(self, name: str, end: Callable[[Pod], None]) -> Pod:
+    def _delete(self, name: str, end: Callable[[Pod], None]) -> None:
         """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
         pod = self.pods.get(name)
         pod.wanted = False
         self.log.record("deleted", pod=pod.name, uid=pod.uid)
         if self.alive and (pod.static or not self.pods.api_away):
             end(pod)
-        return pod
 
     def delete(self, pod: str) -> None:
         """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
@@ -307,14 +296,11 @@ class _Running(_Observed):
         """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
         self._delete(pod, self._leave_alone)
 
-    def remove_pod(self, pod: str) -> None:
+    async def remove_pod(self, pod: str) -> None:
         """Delete a pod, and let the device manager forget it and write that down at once."""
-        with contextlib.suppress(LookupError):
-            found = self._delete(pod, lambda found: self._terminate(found, forget=True))
-            if self.alive and found.uid in self.manager.pods.held:
-                self.manager.pods.forget([found.uid])
-                self.manager.write_checkpoint_now()
-        self.log.record("freed", pod=pod)
+        self.delete(pod)
+        self.manager.prune()
+        await self.manager.write_checkpoint()
 
     def end(self, pod: str) -> None:
         """End the containers of a pod whose object is gone, and remove its cgroup."""
@@ -344,18 +330,18 @@ class _Running(_Observed):
         for container in pod.containers.values():
             container.over = False  # init containers must run again
 
-    def hold_creation(self, held: bool = True) -> None:
-        """Let containers that are being created have no process yet, until not `held`."""
-        self.runtime.hold_creation(held)
-
     def keep_cgroups(self, kept: bool = True) -> None:
         """Keep the empty cgroups of pods that end, until not `kept`."""
         self._keeps_cgroups = kept
+        if kept:
+            return
+
+        # A static pod that has returned has the cgroup of the one that has ended.
         in_use = {pod.uid for pod in self.pods if not pod.over}
-        for pod in [] if kept else self._empty:
+        for pod in self._empty:
             if pod.uid not in in_use:
                 self.runtime.remove_cgroup(pod)
-                self._empty = [other for other in self._empty if other is not pod]
+        self._empty = [pod for pod in self._empty if pod.uid in in_use]
 
 
 class Kubelet(_Running):
@@ -367,10 +353,10 @@ class Kubelet(_Running):
     `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
     exists). Until then no pod is forgotten, and List does not name them.
 
-    `pod_resources` is the socket of that API, by default `pod-resources/kubelet.sock` beside the
-    directory. `seed` drives what is in random order in the original (Go's maps). `back_off`:
-    seconds until a container that could not be started is tried again (the original: 0.2 to 1 s,
-    then 12 to 15 s). `cgroups`, `layout`, `host`: see Runtime.
+    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
+    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
+    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
+    `layout`, `has_pause`, `create_seconds`: see Runtime.
     """
 
     def __init__(
@@ -380,30 +366,27 @@ class Kubelet(_Running):
         version: tuple[int, int] = (1, 36),
         policy: Policy = "none",
         dial_timeout: float = 10.0,
-        pod_resources: Path | Literal["beside"] | None = "beside",
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
         back_off: float = 0.2,
         pods_come: float = 5.0,
-        cgroups: Path | None = None,
-        layout: Layout = "cgroupfs",
         host: SimulatedNode | None = None,
+        layout: Layout = "cgroupfs",
         has_pause: bool = True,
         create_seconds: float = 0.0,
     ) -> None:
         config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
         log = EventLog(on_event)
         runtime = Runtime(
-            cgroups,
-            layout,
             host,
             Judge(log),
+            layout=layout,
             has_pause=has_pause,
             create_seconds=create_seconds,
         )
         super().__init__(config, log, runtime, back_off)
-        beside = config.directory.parent / "pod-resources/kubelet.sock"
-        self.pod_resources = beside if pod_resources == "beside" else pod_resources
+
+        self.pod_resources = config.directory.parent / "pod-resources/kubelet.sock"
         self.pods_come = pods_come
         self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
         self._sockets = Sockets()
@@ -429,16 +412,17 @@ class Kubelet(_Running):
         self.runtime.make_roots()
         self._former.update(self.manager.devices.healthy)
         self.manager = DeviceManager(self.config, self.log, self.file, self.pods)
+
         # 0755: the checkpoint's store makes the directory before the registration server would make
         # it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if path := self.pod_resources:
-            path.unlink(missing_ok=True)
-            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-            async with self._sockets.bound(path, deaf) as server:
-                if server:
-                    server.add_generic_rpc_handlers((_PodResources(self),))
-                    await server.start()  # it accepts connections as soon as it exists
+        self.pod_resources.unlink(missing_ok=True)
+        self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        async with self._sockets.bound(self.pod_resources, deaf) as server:
+            if server:
+                server.add_generic_rpc_handlers((_PodResources(self),))
+                await server.start()  # it accepts connections as soon as it exists
+
         self.manager.read_checkpoint()
         sweep(self.config)
         async with self._sockets.bound(self.socket, deaf) as server:
@@ -446,6 +430,8 @@ class Kubelet(_Running):
                 rpc.add_RegistrationServicer_to_server(_Registration(self), server)
         version = ".".join(map(str, self.config.version))
         self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
+
+        # Static pods come first: the socket exists by now, but nothing answers on it yet.
         await self._admit_again(static=True)
         if not self.pods.api_away:
             self._hear_of_api_pods()
@@ -481,16 +467,18 @@ class Kubelet(_Running):
         if self._learning:
             self._learning.cancel()
             await asyncio.wait({self._learning})
+
         ending = [worker.cancel() for worker in self._workers.values()]
         self._workers.clear()
         await asyncio.gather(*ending, return_exceptions=True)
+
         self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
 
-    async def drop_streams(self, resource: str | None = None) -> None:
+    async def drop_streams(self) -> None:
         """Break the connections to plugins from this side, as after an error on a stream."""
-        await self.manager.plugins.drop(resource)
+        await self.manager.plugins.drop()
 
     # Learning of pods
 
@@ -498,8 +486,8 @@ class Kubelet(_Running):
         """Let the API server be away: a kubelet that starts learns of none of its pods."""
         self.pods.api_away = True
 
-    def api_server_back(self) -> asyncio.Future[None]:
-        """Let the API server answer again; the result is done when all pods are known."""
+    async def api_server_back(self) -> None:
+        """Let the API server answer again; returns when all pods are known."""
         self.pods.api_away = False
         if self.alive:
             for pod in self.pods:
@@ -507,7 +495,9 @@ class Kubelet(_Running):
                     self._leave_alone(pod)
             if not self.pods.sources_ready:
                 self._hear_of_api_pods()
-        return self._learning or asyncio.ensure_future(asyncio.sleep(0))
+
+        if self._learning:
+            await self._learning
 
     def _hear_of_api_pods(self) -> None:
         async def hear() -> None:
@@ -537,6 +527,7 @@ class Kubelet(_Running):
             if static and pod.rejected:  # a manifest is tried again at each start
                 pod.over = pod.rejected = False
             pod.known = True
+
             running = {c.name for c in pod.containers.values() if c.pid is not None}
             try:
                 if not pod.over:
@@ -583,10 +574,12 @@ class Kubelet(_Running):
                 raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
             if self._learning:
                 await asyncio.wait({self._learning})  # older pods come first
+
         found = self.pods.get_or_add(pod, static)
         for wish in containers:
             known = found.containers.setdefault(wish.name, wish)
             known.request = wish.request
+
         return await self._admit(found, [wish.name for wish in containers], set())
 
     async def _admit(
@@ -607,6 +600,7 @@ class Kubelet(_Running):
                     raise KubeletDied(str(error)) from error
                 self._reject(pod, error)
                 raise
+
             for name, allocation in admitted.items():
                 self.log.record("admitted", pod=pod.name, container=name, **allocation.fields())
             self._work(pod)
@@ -619,11 +613,9 @@ class Kubelet(_Running):
         if pod.has_containers:
             self.killed.append(pod.name)
             self.log.record("pod-killed", **about)
+
         self._terminate(pod)
         pod.over = pod.rejected = True
-
-    async def _prepare(self, pod: Pod, container: Container) -> Allocation:
-        return await ContainerDevices(self.manager, pod, container).prepare()
 
 
 # ---------------------------------------------------------------------------------- services
@@ -638,10 +630,11 @@ def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesR
     manager.prune()
     answer = pods_pb.ListPodResourcesResponse()
     active = pods.active()
-    names_ended = manager.config.version < (1, 34)  # without KubeletPodResourcesListUseActivePods
+
     for pod in manager.config.shuffled(pods):
-        if pod.uid not in active and not (pod.known and names_ended):
+        if pod.uid not in active and not (pod.known and manager.config.names_ended_pods):
             continue
+
         namespace, name = pod.full_name
         listed = answer.pod_resources.add(name=name, namespace=namespace)
         for container in pod.containers.values():
@@ -661,9 +654,10 @@ class _Registration:
         self._kubelet = kubelet
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
-        kubelet, begin = self._kubelet, time.monotonic()
+        kubelet = self._kubelet
         who = {"resource": request.resource_name, "endpoint": request.endpoint}
         kubelet.log.record("register", **who)
+
         code: grpc.StatusCode | None = None
         try:
             if (fault := await kubelet.meet_fault("Register")) and (code := fault.code):
@@ -672,7 +666,8 @@ class _Registration:
         except Failure as failure:
             kubelet.log.record("refused", **who, message=str(failure))
             await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
-        kubelet.log.record("registered", **who, seconds=time.monotonic() - begin)
+
+        kubelet.log.record("registered", **who)
         return pb.Empty()
 
 
@@ -692,6 +687,7 @@ class _PodResources(grpc.GenericRpcHandler):
         fault = await kubelet.meet_fault("List")
         if fault and fault.code:
             await context.abort(fault.code, fault.message)
+
         answer = fault.answer if fault else None
         if answer is None:
             answer = listed_pods(kubelet.manager, kubelet.pods).SerializeToString()

@@ -13,7 +13,7 @@ import random
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +27,7 @@ from tests.world.eventlog import EventLog
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 HEALTHY = "Healthy"
-Policy = Literal["none", "best-effort", "restricted", "single-numa-node"]
+Policy = Literal["none", "best-effort"]
 T = TypeVar("T")
 
 
@@ -36,16 +36,28 @@ class Config:
     """What distinguishes one kubelet from another."""
 
     directory: Path
-    version: tuple[int, int] = (1, 36)
-    policy: Policy = "none"  # the Topology Manager's
-    dial_timeout: float = 10.0
-    random: random.Random = field(default_factory=lambda: random.Random(0))
+    version: tuple[int, int]
+    policy: Policy  # the Topology Manager's
+    dial_timeout: float
+    random: random.Random
 
     def shuffled(self, items: Iterable[T]) -> list[T]:
         """Return the items in an order that no plugin can rely on, as Go's maps have none."""
         result = sorted(items, key=repr)
         self.random.shuffle(result)
         return result
+
+    # What depends on the version
+
+    @property
+    def sweeps_all(self) -> bool:
+        """Whether a start deletes all files in the directory, not only sockets: before 1.33."""
+        return self.version < (1, 33)
+
+    @property
+    def names_ended_pods(self) -> bool:
+        """Whether List has them: before 1.34 (KubeletPodResourcesListUseActivePods)."""
+        return self.version < (1, 34)
 
     @property
     def has_endpoint_per_socket(self) -> bool:
@@ -85,8 +97,7 @@ class Client:
     path: str
     channel: grpc.aio.Channel
     stub: Any
-    lists: int = 0  # number of messages on the stream so far
-    last: list[bytes] | None = None  # the latest of them
+    has_listed: bool = False  # a list has come on the stream
     closed: bool = False
 
     @classmethod
@@ -178,10 +189,12 @@ def inspect_list(resource: str, devices: Sequence[pb.Device]) -> Iterator[str]:
             yield f"{what}: an ID has 1 to 63 characters"
         if device.ID in seen:
             yield f"{what} twice"
+
         if device.health not in (HEALTHY, "Unhealthy"):
             yield f"{what} with health {device.health!r}"
         if any(node < 0 for node in numa_nodes(device)):
             yield f"{what} with a negative NUMA node"
+
         seen.add(device.ID)
 
 
@@ -198,6 +211,7 @@ def refuse_impossible(request: pb.RegisterRequest) -> None:
             f"requested API version {json.dumps(request.version)} is not supported by kubelet. "
             'Supported version is ["v1beta1"]'
         )
+
     if not is_extended_resource(request.resource_name):
         raise Failure(f"the ResourceName {json.dumps(request.resource_name)} is invalid")
 
@@ -233,17 +247,21 @@ class Plugins:
         if not request.endpoint or "/" in request.endpoint:
             text = f"{resource} registers the endpoint {request.endpoint!r}, not a file name"
             self._log.violation(text)
+
         client = Client.to(resource, os.path.normpath(self._config.directory / request.endpoint))
         if self._config.has_endpoint_per_socket:
             self._clients.setdefault(resource, []).append(client)
         else:
             self._clients[resource] = [client]  # the former one is neither closed nor remembered
+
         try:
             await self._connect(client, request)
         except BaseException:
             self._deregister(client)
             await client.close()
             raise
+
+        # Register is answered before the first list comes.
         task = asyncio.create_task(self._follow(client))
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
@@ -261,14 +279,17 @@ class Plugins:
             raise Failure("failed to dial device plugin: context deadline exceeded") from None
         if is_early:
             self._log.violation(early)
+
         try:
             call = client.stub.GetDevicePluginOptions(pb.Empty())
             options: pb.DevicePluginOptions = await client.answer(call)
         except Failure as failure:
             raise Failure(f"failed to get device plugin options: {failure}") from failure
+
         if request.HasField("options") and request.options != options:
             text = "registers other options than GetDevicePluginOptions answers"
             self._log.violation(f"{client.resource} {text}")
+
         self._add_endpoint(client, Endpoint(client, options))
 
     def _add_endpoint(self, client: Client, endpoint: Endpoint) -> None:
@@ -279,6 +300,7 @@ class Plugins:
                 self._log.violation(f"{client.resource} {text}")
                 raise Failure(f"device plugin already connected: {client.path}")
             connected[client.path] = endpoint
+
         self.endpoints[client.resource] = endpoint
 
     def _deregister(self, client: Client) -> None:
@@ -306,10 +328,12 @@ class Plugins:
             reason = "closed by the kubelet"
         except grpc.aio.UsageError:  # the channel was closed before the call began
             reason = "closed by the kubelet"
+        self._log.record("ended", resource=client.resource, endpoint=client.name, reason=reason)
+
+        # The original looks the connection up again, and may find a newer one.
         by_path = self._config.has_endpoint_per_socket
         known = self._clients.get(client.resource, [])
         target = next((c for c in known if c.path == client.path or not by_path), None)
-        self._log.record("ended", resource=client.resource, endpoint=client.name, reason=reason)
         if target:
             if target is not client:
                 text = "ended a stream after registering again: both are lost"
@@ -323,20 +347,17 @@ class Plugins:
         resource = client.resource
         for text in inspect_list(resource, response.devices):
             self._log.violation(text)
-        content = sorted(d.SerializeToString(deterministic=True) for d in response.devices)
-        repeated = content == client.last
-        client.last = content
+
         self._devices.replace(resource, response.devices)
         await self._write()
-        client.lists += 1
+        client.has_listed = True
+
         healthy, unhealthy = self._devices.healthy[resource], self._devices.unhealthy[resource]
         self._log.record(
             "list",
             resource=resource,
             healthy=len(healthy),
             unhealthy=len(unhealthy),
-            number=client.lists,
-            repeated=repeated,  # nothing in it is new; the order does not count
             endpoint=client.name,
             healthy_ids=sorted(healthy),
             unhealthy_ids=sorted(unhealthy),
@@ -345,15 +366,18 @@ class Plugins:
     async def _disconnect(self, client: Client) -> None:
         resource = client.resource
         self._deregister(client)
+
         if not self._config.has_endpoint_per_socket:
             if endpoint := self.endpoints.get(resource):
                 self._lose(resource, endpoint)
         elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
             if others := self._by_socket[resource]:
+                # Another plugin goes on with the resource: any, as Go's maps have no order.
                 endpoint.stopped = True
                 self.endpoints[resource] = self._config.random.choice(list(others.values()))
             else:
                 self._lose(resource, endpoint)
+
         await client.close()
 
     def _lose(self, resource: str, endpoint: Endpoint) -> None:
@@ -373,12 +397,12 @@ class Plugins:
         """Return whether a plugin of the resource is connected and has sent its first list."""
         endpoint = self.endpoints.get(resource)
         client = endpoint.client if endpoint and not endpoint.stopped else None
-        return client is not None and client.lists > 0
+        return client is not None and client.has_listed
 
-    async def drop(self, resource: str | None) -> None:
-        """Break the connections of a resource, or all, as after an error on a stream."""
-        for name, clients in list(self._clients.items()):
-            for client in clients if resource in (None, name) else []:
+    async def drop(self) -> None:
+        """Break all connections, as after an error on each stream."""
+        for clients in list(self._clients.values()):
+            for client in clients:
                 await client.close()
 
     async def abandon(self) -> None:
@@ -387,9 +411,11 @@ class Plugins:
         self._clients.clear()
         for client in abandoned:
             await client.close()
+
         # Connections that a newer registration replaced are in no list any more.
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
+
         for endpoint in self.endpoints.values():
             endpoint.stopped = True

@@ -127,10 +127,12 @@ class Pods:
         same = [pod for pod in self.all if pod.name == name]
         if same and same[-1].wanted and not same[-1].over:
             return same[-1]
+
         if static:
             uid = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
         else:
             uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}#{len(same)}"))
+
         self.all.append(Pod(name, uid, static))
         return self.all[-1]
 
@@ -177,6 +179,7 @@ class Use(NamedTuple):
         both = self.chips & other.chips
         if self.pod.uid == other.pod.uid or not both:
             return frozenset()
+
         if self.resource == other.resource and self.shared:
             common = len(self.chips) // len(self.shared) * len(self.shared & other.shared)
             return frozenset() if len(both) <= common else both
@@ -197,10 +200,12 @@ class Judge:
         """Judge a container that has just started."""
         mine = [Use(pod, resource, held) for resource, held in allocation.held.items()]
         others = [use for uses in self._uses.values() for use in uses]
+
         for use, other in itertools.product(mine, others):
             for chip in sorted(use.conflicts(other)):
                 who = f"{use.pod.name} ({use.resource}) and {other.pod.name} ({other.resource})"
                 self._log.violation(f"{who} run with {chip} at the same time")
+
         self._uses[pid] = mine
 
     def ended(self, pid: int) -> None:
@@ -214,11 +219,10 @@ SANDBOX_SECONDS = 0.11  # at least, from a pod's admission to its first PreStart
 class Runtime:
     """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
 
-    `cgroups` is where a simulated node has its cgroup hierarchies, such as `<sysfs_root>/fs/cgroup`
-    (None: nowhere); `host` is the node itself, which shows containers' processes. `layout` is
-    version 2 with either of the kubelet's cgroup drivers, or version 1, where each controller has
-    its own hierarchy. A pod's cgroup has `cgroup.events` with `populated` (version 2, whose root
-    has `cgroup.controllers`), or `tasks` (version 1).
+    `host` is the node that has their processes and cgroups; without one, nothing shows them.
+    `layout` is version 2 with either of the kubelet's cgroup drivers, or version 1, where each
+    controller has its own hierarchy. A pod's cgroup has `cgroup.events` with `populated` (version
+    2, whose root has `cgroup.controllers`), or `tasks` (version 1).
 
     With `has_pause` a sandbox has a process, as containerd's. CRI-O's has none by default
     (drop_infra_ctr), so that the pod's cgroup is empty until its first container is created, which
@@ -227,29 +231,29 @@ class Runtime:
 
     def __init__(
         self,
-        cgroups: Path | None,
-        layout: Layout,
         host: SimulatedNode | None,
         judge: Judge,
         *,
-        has_pause: bool = True,
-        create_seconds: float = 0.0,
+        layout: Layout,
+        has_pause: bool,
+        create_seconds: float,
     ) -> None:
         self._layout = layout
         self.has_pause = has_pause
         self._create_seconds = create_seconds
-        self._can_create = asyncio.Event()
-        self._can_create.set()
         self._host = host
         self._judge = judge
         self._next = FIRST_PID
+
         self._hierarchies: list[Path] = []
-        if cgroups is not None and layout == "v1":
-            self._hierarchies = [cgroups / name for name in (*CONTROLLERS, "systemd")]
-        elif cgroups is not None:
-            self._hierarchies = [cgroups]
+        if host:
+            cgroups = host.root / "sys/fs/cgroup"
             cgroups.mkdir(parents=True, exist_ok=True)
-            put(cgroups / "cgroup.controllers", " ".join(CONTROLLERS))
+            if layout == "v1":
+                self._hierarchies = [cgroups / name for name in (*CONTROLLERS, "systemd")]
+            else:
+                self._hierarchies = [cgroups]
+                put(cgroups / "cgroup.controllers", " ".join(CONTROLLERS))
 
     # Cgroups
 
@@ -306,24 +310,17 @@ class Runtime:
         pod.sandbox = None
         self._show_populated(pod)
 
-    def hold_creation(self, held: bool) -> None:
-        """Let containers that are being created wait for their process, until not `held`."""
-        if held:
-            self._can_create.clear()
-        else:
-            self._can_create.set()
-
     async def create(self) -> None:
         """Take the time until a container's process exists."""
         if self._create_seconds:
             await asyncio.sleep(self._create_seconds)
-        await self._can_create.wait()
 
     def start(self, pod: Pod, container: Container, allocation: Allocation) -> None:
         """Run a container, which opens its device files. FileNotFoundError: one does not exist."""
         if self._host:
             nodes = [*(spec.host_path for spec in allocation.devices), *allocation.cdi_devices]
             self._host.start_process(self._next, self._proc_cgroup(pod, self._next), nodes)
+
         container.pid = self._new_process(pod)
         self._show_populated(pod)
         self._judge.started(pod, container.pid, allocation)
@@ -334,6 +331,7 @@ class Runtime:
             return
         if self._host:
             self._host.end_process(container.pid)
+
         self._end_process(pod, container.pid)
         self._judge.ended(container.pid)
         container.pid = None
@@ -342,6 +340,7 @@ class Runtime:
     def _new_process(self, pod: Pod) -> int:
         pid = self._next
         self._next += 1
+
         for hierarchy in self._hierarchies:
             cgroup = hierarchy / self._container_cgroup(pod, pid)
             cgroup.mkdir()
@@ -400,6 +399,7 @@ class Worker:
         self._ready = ready
         self._prepare = prepare
         self._back_off = back_off
+
         self._awake = asyncio.Event()
         self._starting = False
         self._then: Callable[[], None] | None = None
@@ -430,17 +430,20 @@ class Worker:
     async def _run(self) -> None:
         self._runtime.make_cgroup(self._pod)
         await self._ready()
+
         while True:
             self._awake.clear()
             if self._pod.sandbox is None:
                 self._runtime.start_sandbox(self._pod)
                 await asyncio.sleep(SANDBOX_SECONDS)
+
             self._starting = True
             complete = await self._start_all()
             self._starting = False
             if self._then:
                 self._then()
                 return
+
             if complete:
                 await self._awake.wait()
             else:
@@ -469,10 +472,12 @@ class Worker:
 
     async def _start(self, container: Container) -> bool:
         where: Mapping[str, Any] = {"pod": self._pod.name, "container": container.name}
+
         try:
             allocation = await self._prepare(self._pod, container)
             if self._then:
                 return True
+
             # The deletion of a pod does not end what the runtime has begun.
             self._log.record("creating", **where)
             await self._runtime.create()
@@ -482,5 +487,6 @@ class Worker:
             reason = f"CreateContainer{kind}Error"
             self._log.record("not-started", **where, reason=reason, message=str(error))
             return False
+
         self._log.record("running", **where, pid=container.pid)
         return True

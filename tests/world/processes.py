@@ -71,6 +71,7 @@ async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) 
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+
     if not done:
         raise Broken(f"{otherwise}: not within {seconds:g} s")
     return task.result()
@@ -95,23 +96,28 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 # -- place and environment -------------------------------------------------------------------------
+MEMORY = "/dev/shm"
+
+
+def is_usable(memory: str) -> bool:
+    """Return whether trees can be there. In containers it is small, and nothing there can run."""
+    return os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+
+
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """Give a temporary directory with a path that is short enough for a unix socket."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > 24
-    path = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp" if is_long else None))
+    """Give a temporary directory with a path that is short enough for a unix socket.
+
+    It is in memory if possible: a node has hundreds of files, a Galaxy 2,500, and to make and
+    remove them takes five times as long on a disk.
+    """
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= 24
+    place = MEMORY if is_usable(MEMORY) else None if is_short else "/tmp"
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir=place))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    """Yield a directory in memory if possible: a Galaxy has 2,500 files."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
-        yield Path(directory)
 
 
 def environment(*python_path: Path, **more: str) -> dict[str, str]:
@@ -120,6 +126,7 @@ def environment(*python_path: Path, **more: str) -> dict[str, str]:
         "TTDP_|TT_|PYTHON|SHIV_|NOTIFY_|WATCHDOG_|LISTEN_|JOURNAL_|[A-Z]+_DIRECTORY$"
     )
     kept = {key: value for key, value in os.environ.items() if not foreign.match(key)}
+
     if python_path:
         inherited = filter(None, [os.environ.get("PYTHONPATH")])
         kept["PYTHONPATH"] = os.pathsep.join([*map(str, python_path), *inherited])
@@ -190,12 +197,14 @@ class Service:
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
         self._notify = notify
+
         self._new_notes: deque[Note] = deque(maxlen=1000)  # those after the last awaited one
         self._happened = asyncio.Event()
 
     async def __aenter__(self) -> Service:
         self._manager = NotifySocket(self._notify)
         asyncio.get_running_loop().add_reader(self._manager, self._notified)
+
         self.started = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *self._command, env=self._environment, cwd="/", stdin=asyncio.subprocess.DEVNULL,
@@ -211,6 +220,7 @@ class Service:
                 await self.stop(seconds=3)
         except Broken:
             self._process.kill()
+
         await self._reader
         asyncio.get_running_loop().remove_reader(self._manager)
         self._manager.close()
@@ -233,6 +243,8 @@ class Service:
             if self.on_line:
                 self.on_line(text)
             self._happened.set()
+
+        # Its last notifications can come after its last line.
         await self._process.wait()
         self._notified()
 
@@ -319,7 +331,10 @@ class Service:
 
 # -- the daemon ------------------------------------------------------------------------------------
 def stand_in_for_netlink() -> None:
-    """Let the zipapp, as its sitecustomize, receive kernel events from the socket $TT_UEVENTS."""
+    """Let the program, as its sitecustomize, receive kernel events from the socket $TT_UEVENTS.
+
+    Only the kernel can send over netlink, and its messages come from port ID 0, group 1.
+    """
     import os
     import socket
 
@@ -357,22 +372,29 @@ class Installation:
     def command(
         self, *arguments: str, uevents: Path | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """Return command line and environment; `uevents`: a socket that stands in for netlink's."""
+        """Return command line and environment; `uevents`: a socket that stands in for netlink's.
+
+        From source, attributes can fail if there are events, too.
+        """
+        paths, variables = [] if self.pyz else [ROOT], {}
+        if uevents:
+            paths, variables = [self._stand_in(), *paths], {"TT_UEVENTS": str(uevents)}
+
         if self.pyz:
-            command, environ = [sys.executable, str(self.pyz)], self.environment()
-            if uevents:
-                stand_in = inspect.getsource(stand_in_for_netlink)
-                source = f"from typing import Any\n{stand_in}\nstand_in_for_netlink()\n"
-                customize = self.home / "site" / "sitecustomize.py"
-                customize.parent.mkdir(exist_ok=True)
-                customize.write_text(source)
-                environ = self.environment(customize.parent, TT_UEVENTS=str(uevents))
+            command = [sys.executable, str(self.pyz)]
         elif uevents:
-            command, environ = [*SIMULATION, "--uevents", str(uevents)], self.environment(ROOT)
+            command = SIMULATION
         else:
             command = [sys.executable, "-c", "import sys, ttdp; sys.exit(ttdp.main())"]
-            environ = self.environment(ROOT)
-        return [*command, *arguments], environ
+        return [*command, *arguments], self.environment(*paths, **variables)
+
+    def _stand_in(self) -> Path:
+        """Return a directory whose sitecustomize, which Python imports first, is the stand-in."""
+        customize = self.home / "site" / "sitecustomize.py"
+        customize.parent.mkdir(exist_ok=True)
+        stand_in = inspect.getsource(stand_in_for_netlink)
+        customize.write_text(f"from typing import Any\n{stand_in}\nstand_in_for_netlink()\n")
+        return customize.parent
 
     def daemon(
         self,
@@ -387,6 +409,7 @@ class Installation:
         configuration.write_text(f"[health]\ninterval = {interval}\n")
         flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
         flags += outlet_flags(directory.parent)
+
         command, environ = self.command("run", *flags, uevents=uevents)
         if uevents:
             uevents.unlink(missing_ok=True)
@@ -442,16 +465,6 @@ def footprint(pid: int) -> Footprint:
     status = dict(line.split(":", 1) for line in lines)
     rss, anonymous = (int(status[key].split()[0]) for key in ("VmRSS", "RssAnon"))
     return Footprint(rss, anonymous, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads, ended ones too, in seconds: clock_getcpuclockid(3)."""
-    return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
-
-
-def loop_seconds(pid: int) -> float:
-    """Return the CPU time of a process's first thread, on which its loop runs, in seconds."""
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -35,12 +35,14 @@ class Plugin:
         self.devices = devices
         self.resource = resource
         self.name = name
+
         self.options = pb.DevicePluginOptions()
         self.grants = asyncio.Event()  # PreStartContainer waits for this
         self.grants.set()
         self.permissions = "rw"
         self.envs: dict[str, str] = {}  # additional ones for every container
         self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
+
         self._streams: set[asyncio.Queue[Sequence[pb.Device]]] = set()
         self._server: grpc.aio.Server | None = None
 
@@ -54,6 +56,8 @@ class Plugin:
         request = pb.RegisterRequest(
             version="v1beta1", endpoint=self.name, resource_name=self.resource, options=self.options
         )
+
+        # The channels of a process share connections, and their back-off after a refused one.
         socket = f"unix:{self.directory / 'kubelet.sock'}"
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(socket, options=options) as channel:
@@ -66,6 +70,7 @@ class Plugin:
             self._server = None
 
     def send(self, *devices: pb.Device) -> None:
+        """Send another list on all streams."""
         self.devices = devices
         for stream in self._streams:
             stream.put_nowait(self.devices)
@@ -87,6 +92,7 @@ class Plugin:
         question = request.container_requests[0]
         must, size = sorted(question.must_include_deviceIDs), question.allocation_size
         available = sorted(question.available_deviceIDs)
+
         lowest = [*must, *(ident for ident in available if ident not in must)][:size]
         ids = lowest if self.preference is None else self.preference
         answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
@@ -121,6 +127,7 @@ async def another_plugin(
     listed = [device(each) if isinstance(each, str) else each for each in devices]
     plugin = Plugin(kubelet.directory, listed, resource, name)
     plugin.options = pb.DevicePluginOptions(**options)
+
     await plugin.serve()
     await plugin.register()
     try:

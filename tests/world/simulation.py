@@ -1,12 +1,12 @@
 """Runs the daemon on a simulated node: plays the parts of the kernel that a tree cannot play.
 
 An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree): os.open() raises that
-error here. And uevents, which only the kernel can send over netlink, come from a unix datagram
-socket instead.
+error here. In this process (RunningDaemon), uevents come from a socket pair, as only the kernel can
+send them over netlink.
 
-    python -m tests.world.simulation [--uevents SOCKET] …     # the rest is tt-device-plugin's own
+    python -m tests.world.simulation …     # the arguments are tt-device-plugin's own
 
-What it writes to sysfs goes to the socket TT_CONTROLS (see tests.world.controls).
+What that writes to sysfs goes to the socket TT_CONTROLS (see tests.world.controls).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ttdp
 from tests.world.controls import kernel_writes
@@ -32,7 +33,7 @@ from tests.world.tree import errno_of
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """os.open() fails as the simulated node says."""
+    """Let os.open() fail as the simulated node says."""
     genuine = os.open
 
     def simulated_open(path: Any, *arguments: Any, **keywords: Any) -> int:
@@ -42,11 +43,8 @@ def kernel_errors() -> Iterator[None]:
             number = errno_of(path) or errno.ENOENT
             raise OSError(number, os.strerror(number), path) from None
 
-    os.open = simulated_open
-    try:
+    with patch.object(os, "open", simulated_open):
         yield
-    finally:
-        os.open = genuine
 
 
 class SimulatedUevents(socket.socket):
@@ -56,29 +54,18 @@ class SimulatedUevents(socket.socket):
         return self.recv(*arguments), (0, 1)
 
 
-@contextlib.contextmanager
-def uevents_from(open_socket: Callable[[], socket.socket]) -> Iterator[None]:
-    """Let this socket stand in for the kernel's."""
-    genuine = ttdp.open_uevent_socket
-    ttdp.open_uevent_socket = open_socket
-    try:
-        yield
-    finally:
-        ttdp.open_uevent_socket = genuine
-
-
 STALLS = {"heartbeat_misses": 2}  # for the section [health]; needs firmware that lives
 NEVER = 1_000_000
 
 
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
-    """Settings for a daemon on this node, with short polls unless `others` say otherwise.
+    """Return settings for a daemon on this node, with short polls unless `others` say otherwise.
 
     No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
     plays does not keep up with such polls.
     """
-    health = {"heartbeat_misses": NEVER, **others.pop("health", {})}
     root = str(node.root)
+    health = {"heartbeat_misses": NEVER, **others.pop("health", {})}
     sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
         device_plugin_dir=str(directory),
@@ -102,17 +89,17 @@ class RunningDaemon:
         self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
         self.daemon: ttdp.Daemon  # made on the loop
         self.notes: list[str] = []  # what systemd would have heard
-        manager = ttdp.ServiceManager(environ or {})
-        manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
+        self._manager = ttdp.ServiceManager(environ or {})
+        self._manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
+
         self._kernel, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         )
-        self._manager = manager
         self._events = SimulatedUevents(fileno=theirs.detach())
         self._errors = contextlib.ExitStack()
 
     def notified(self, beginning: str) -> bool:
-        """Whether systemd has heard a message that begins so."""
+        """Return whether systemd has received a message that begins so."""
         return any(note.startswith(beginning) for note in self.notes)
 
     def forget_notes(self) -> None:
@@ -120,8 +107,9 @@ class RunningDaemon:
 
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
-        self.node.on_uevent = self._send
-        self._errors.enter_context(uevents_from(lambda: self._events))
+        self._errors.enter_context(patch.object(ttdp, "open_uevent_socket", lambda: self._events))
+        self.node.on_uevent = self._kernel.send
+
         self.daemon = ttdp.Daemon(self.settings, lambda: self.loaded(), self._manager)
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
         await asyncio.sleep(0)  # nobody can end what has not begun to hear signals
@@ -132,9 +120,6 @@ class RunningDaemon:
         self.node.on_uevent = None
         self._kernel.close()
         self._errors.close()
-
-    def _send(self, message: bytes) -> None:
-        self._kernel.send(message)
 
     async def ended(self) -> int:
         """Return its exit status, once it has ended."""
@@ -162,22 +147,8 @@ class RunningDaemon:
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = list(arguments)
-    if words[:1] == ["--uevents"]:
-        path = words[1]
-        del words[:2]
-
-        def from_unix_socket() -> socket.socket:
-            events = SimulatedUevents(
-                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
-            events.bind(path)
-            return events
-
-        with kernel_errors(), uevents_from(from_unix_socket):
-            return ttdp.main(words)
     with kernel_errors(), kernel_writes(os.environ.get("TT_CONTROLS")):
-        return ttdp.main(words)
+        return ttdp.main(arguments)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,7 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
             context = listed_plugin(kubelet, *devices, resource=resource)
             plugin = await stack.enter_async_context(context)
             plugin.envs = {ADDRESSES: chips[resource != N150]}
+
         await kubelet.admit("first", "main", {N150: 1})
         await kubelet.running("first", "main")
         (taken,) = kubelet.allocated(N150)
@@ -182,6 +183,7 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
         plugin.envs = {ADDRESSES: chips[1]}
         plugin.send(*(each for each in devices if taken != each.ID))
         await kubelet.wait_for(lambda: taken not in kubelet.healthy(other))
+
         await kubelet.admit("second", "main", {other: 1})
         await kubelet.running("second", "main")
 
@@ -203,11 +205,13 @@ async def test_a_running_pod_that_is_rejected_at_a_start_was_killed(directory: P
     async with Kubelet(directory) as kubelet, listed_plugin(kubelet, A) as plugin:
         await kubelet.admit("pod", "main", {N150: 1})
         await kubelet.running("pod", "main")
+
         for health, killed in (("Healthy", []), ("Unhealthy", ["pod"])):
             await kubelet.kill()
             await plugin.stop()
             kubelet.corrupt("missing")
             await kubelet.start()
+
             plugin.devices = [device("a", health)]
             await plugin.serve()
             await plugin.register()

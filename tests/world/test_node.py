@@ -12,7 +12,7 @@ import pytest
 
 from tests.world.captures import capture, capture_names, captured_tree, captured_uevents
 from tests.world.node import SimulatedNode, wire
-from tests.world.processes import in_memory
+from tests.world.processes import workspace
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 Build = Callable[..., SimulatedNode]
@@ -20,7 +20,7 @@ Build = Callable[..., SimulatedNode]
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with in_memory() as directory:
+    with workspace() as directory:
         yield directory
 
 
@@ -65,6 +65,7 @@ def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, st
             name = f"/{path.relative_to(node.root)}"
             if path.name in ("rescan", "bind", "unbind"):
                 continue
+
             if path.is_symlink():
                 tree[name] = f"-> {path.readlink()}"
             elif path.is_dir():
@@ -75,6 +76,7 @@ def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, st
                 text = path.read_text()
                 assert not text.endswith("\n\n") and (not text or text.endswith("\n")), name
                 tree[name] = text.removesuffix("\n")
+
     not_captured = re.compile(r"/dev/tenstorrent/(\d+$|by-pci)|/(sys/module|proc/sys)/|.*/module$")
     return {
         path: value
@@ -111,6 +113,7 @@ def anonymous(tree: dict[str, str], name: str) -> dict[str, str]:
         attribute = path.rpartition("/")[2]
         if path.startswith("/dev/tenstorrent/by-id/"):
             path = f"{path.rpartition('-')[0]} {value}"
+
         if attribute in CHIPS_OWN:
             assert re.fullmatch(CHIPS_OWN[attribute], value)
             value = "own"
@@ -118,6 +121,7 @@ def anonymous(tree: dict[str, str], name: str) -> dict[str, str]:
             value = value[:0x20] + value[0x50:]
         elif name.startswith("galaxy") and attribute in ("numa_node", "local_cpulist"):
             value = ""
+
         if value != "directory":
             result[path] = value
     return result
@@ -134,10 +138,13 @@ def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None
         node.add(**board)
     expected = captured_tree(name)
     observed = observed_tree(node, expected)
+
+    # Chips of one board have one serial, whatever it is.
     boards = []
     for tree in (observed, expected):
         serials = [tree[path] for path in sorted(tree) if path.endswith("/tt_serial")]
         boards.append([serials.index(serial) for serial in serials])
+
     assert boards[0] == boards[1]
     assert anonymous(observed, name) == anonymous(expected, name)
 
@@ -169,6 +176,7 @@ def test_the_life_of_a_chip_replays(
     }  # fmt: skip
     for step, operation in steps.items():
         operation()
+
         found, expected = taken(events), recorded(name, step)
         if (name, step) in TELEMETRY_CAME_LATE:
             found.sort()

@@ -39,8 +39,10 @@ def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> No
         blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if is_fifo else None
     except FileNotFoundError:
         blocked = None
+
     make(new)
     os.replace(new, path)
+
     # Its opening let the readers in; they get one answer, and then the end of the file.
     if blocked is not None:
         os.write(blocked, answer.encode())
@@ -74,10 +76,13 @@ def _overwrite(path: Path, data: bytes) -> bool:
         reading = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
+
     os.fchmod(reading, 0o644)  # for other users than root
     writing = os.open(f"/proc/self/fd/{reading}", os.O_WRONLY)
+    # A reader between the two calls gets the new value and empty lines, never a mixture.
     os.pwrite(writing, data.ljust(status.st_size, b"\n"), 0)
     os.ftruncate(writing, len(data))
+
     os.fchmod(reading, status.st_mode & 0o7777)
     os.close(writing)
     os.close(reading)
@@ -106,6 +111,7 @@ def remove(path: Path) -> None:
     for each in [path, *path.rglob("*")] if is_directory else [path]:
         if each.is_fifo():
             put(each, b"")
+
     if is_directory:
         shutil.rmtree(path)
     else:
@@ -115,12 +121,3 @@ def remove(path: Path) -> None:
 def remove_empty(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rmdir()
-
-
-def open_below(root: Path) -> int:
-    """Return how many files below a directory this process has open."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of this listing
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
-    return count

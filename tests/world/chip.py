@@ -1,0 +1,524 @@
+"""A chip of the simulated node: its attributes, its firmware, its driver and its device file.
+
+What the tree shows of it, and the kernel's events, are in the order of the real driver (tt-kmd),
+of the PCI core and of udev, as recorded (see tests.world.captures).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR
+from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, CARDS, NAMES, bus_of
+from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
+
+if TYPE_CHECKING:
+    from tests.world.node import SimulatedNode
+
+ALL_ONES = "4294967295"
+PROC_SINCE, CHANGE_SINCE = (2, 5), (2, 6)  # releases of the driver
+
+Condition = Literal["healthy", "dead", "off-bus", "resetting"]
+T = TypeVar("T")
+
+
+def dead_value(name: str) -> str:
+    """Return the value of an attribute when every register of the chip reads all ones.
+
+    Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
+    others follow from the same arithmetic (32 bits: mV unchanged, mA and limits in thousandths),
+    tt_eth_fw_ver from its bit fields 8.4.12.
+    """
+    special = {
+        "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
+        "tt_eth_fw_ver": "255.15.4095", "temp1_input": "65535999", "temp1_max": "4294966296",
+        "curr1_input": "4294966296", "curr1_max": "4294966296", "power1_input": "4293967296",
+        "power1_max": "4293967296",
+    }  # fmt: skip
+    return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
+
+
+def in_steps(cls: type[T]) -> type[T]:
+    """Let each public method be one step for other threads."""
+
+    def one_step(operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def in_one_step(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            with self.lock:
+                return operation(self, *arguments, **keywords)
+
+        return in_one_step
+
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, one_step(member))
+    return cls
+
+
+def lowest_free(used: Iterable[int | None]) -> int:
+    """Return the lowest number that is not used, as the kernel's allocators do."""
+    taken = {number for number in used if number is not None}
+    return next(number for number in range(len(taken) + 1) if number not in taken)
+
+
+@in_steps
+@dataclass(eq=False)
+class Chip:
+    """A PCI function: its identity while healthy, its present state, and its operations."""
+
+    node: SimulatedNode
+    path: str  # below /sys/devices: "pci0000:00/0000:00:02.0/0000:01:00.0"
+    pci: dict[str, str]
+    telemetry: dict[str, str]  # tt_*
+    sensors: dict[str, str]  # hwmon
+    firmware: bool = True  # ready when the driver looks
+    condition: Condition = "healthy"
+    frozen: bool = False
+    present: bool = False  # on the PCI bus
+    ordinal: int | None = None  # N of /dev/tenstorrent/N while the driver is bound
+    hwmon: int | None = None  # while the driver shows telemetry
+    driver: str = ""  # the bound one: "tenstorrent", or another such as "vfio-pci"
+    overridden: set[str] = field(default_factory=set)  # attributes that a test has set
+
+    def __post_init__(self) -> None:
+        root = self.node.root
+        self.bdf = self.path.rsplit("/", 1)[-1]
+        self.arch = ARCHITECTURE_OF[self.pci["device"]]
+        self.lock = self.node.lock
+
+        self.directory = root / "sys/devices" / self.path
+        # The link to the device file that our package's udev rule makes.
+        self.by_pci = root / "dev/tenstorrent/by-pci" / self.bdf
+
+    @property
+    def device_node(self) -> Path:
+        """The device file's path; LookupError without one."""
+        if self.ordinal is None:
+            raise LookupError(f"{self.bdf} has no device file")
+        return self.node.root / f"dev/tenstorrent/{self.ordinal}"
+
+    @property
+    def pids(self) -> Path:
+        """The driver's file of the processes that have the device file open."""
+        return self.node.root / f"proc/driver/tenstorrent/{self.ordinal}/pids"
+
+    @property
+    def class_directory(self) -> Path:
+        """The directory of the class device."""
+        return self.directory / f"tenstorrent/tenstorrent!{self.ordinal}"
+
+    @property
+    def hwmon_directory(self) -> Path:
+        """The directory of the sensors."""
+        return self.directory / f"hwmon/hwmon{self.hwmon}"
+
+    # Attributes
+
+    def attribute(self, name: str) -> Path:
+        """Return the path of an attribute: PCI's, tt_*, a sensor, or `dev`."""
+        if name in PCI_ATTRIBUTES and name != "uevent":
+            return self.directory / name
+
+        is_sensor = SENSOR.fullmatch(name)
+        if self.ordinal is None or (is_sensor and self.hwmon is None):
+            raise LookupError(f"{self.bdf} has no {name} now")
+        return (self.hwmon_directory if is_sensor else self.class_directory) / name
+
+    def _content(self, name: str) -> str | bytes | None:
+        """Return an attribute's content in the chip's present condition; None: ENODATA."""
+        # The PCI core has read the IDs at the plug; only these two ask the device again.
+        is_off_bus = self.condition in ("off-bus", "resetting")
+        if name == "config":
+            return b"\xff" * CONFIG_BYTES if is_off_bus else bytes.fromhex(self.pci[name])
+        if name in self.pci:
+            return "Unknown" if is_off_bus and name == "current_link_speed" else self.pci[name]
+
+        value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
+        if self.condition == "healthy" or name == "name" or name.endswith("_label"):
+            return value
+        return None if self.condition == "resetting" else dead_value(name)
+
+    def show(self, *names: str) -> None:
+        """Write attributes with their content in the chip's present condition."""
+        for name in names:
+            self.overridden.discard(name)
+            content = self._content(name)
+            if content is None:
+                put_errno(self.attribute(name), "ENODATA")
+            else:
+                put(self.attribute(name), content)
+
+    def _show_uevent(self) -> None:
+        lines = ({"DRIVER": self.driver} if self.driver else {}) | self._environment()
+        put(self.directory / "uevent", "\n".join(f"{k}={v}" for k, v in lines.items()))
+
+    def fail(self, attribute: str, error: str = "EIO") -> None:
+        """Let reads of an attribute fail, until `restore` or an operation that writes it."""
+        self.overridden.add(attribute)
+        put_errno(self.attribute(attribute), error)
+
+    def write(self, attribute: str, content: bytes) -> None:
+        """Let an attribute read exactly this, newline or not; it need not have existed."""
+        self.overridden.add(attribute)
+        put(self.attribute(attribute), content)
+
+    def remove(self, attribute: str) -> None:
+        """Remove an attribute (firmware that lacks the tag)."""
+        self.overridden.add(attribute)
+        remove(self.attribute(attribute))
+
+    def block(self, attribute: str = "tt_heartbeat") -> None:
+        """Let readers of an attribute wait until `unblock`."""
+        self.overridden.add(attribute)
+        replace(self.attribute(attribute), os.mkfifo)
+
+    def restore(self, attribute: str = "tt_heartbeat") -> None:
+        """Undo fail, write, remove or block; one waiting reader gets the value, others nothing."""
+        self.show(attribute)
+
+    unblock = restore
+
+    # The firmware
+
+    def beat(self) -> None:
+        """Advance the heartbeat, if it can: not a dead, resetting or blocked chip's."""
+        is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
+        if is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden:
+            self._count("tt_heartbeat")
+
+    def freeze(self) -> None:
+        """Stop the firmware: the ticker leaves the heartbeat alone, all else is as before."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+
+    def trip(self) -> None:
+        """Count a thermal trip (Blackhole only)."""
+        self._count("tt_therm_trip_count")
+
+    def _count(self, name: str) -> None:
+        self.telemetry[name] = str(int(self.telemetry[name]) + 1)
+        if self.hwmon is not None:
+            self.show(name)
+
+    def die(self, bus: bool = False) -> None:
+        """Let every register read all ones, without error or event; with `bus`, `config`, too."""
+        self._become("off-bus" if bus else "dead")
+
+    def revive(self) -> None:
+        """Let the chip answer again; if it was dead at probe, that is as late as `speak`."""
+        self._become("healthy")
+
+    def reset(self) -> None:
+        """Begin a reset: ENODATA from all tt_* and hwmon until POST_RESET, without an event."""
+        self._become("resetting")
+
+    def post_reset(self) -> None:
+        """End a reset: values again, and the heartbeat restarts lower; no event."""
+        if "tt_heartbeat" in self.telemetry:
+            self.telemetry["tt_heartbeat"] = "20"
+        self._become("healthy")
+
+    def _become(self, condition: Condition) -> None:
+        self.condition = condition
+        if self.present:
+            self.show("current_link_speed", "config")
+        if self.hwmon is not None:
+            self.show(*self.telemetry, *self.sensors)
+        if condition == "healthy":
+            self._look_again()
+
+    def silence(self) -> None:
+        """Bind the driver again while the firmware is not ready: neither tt_* nor hwmon."""
+        self.firmware = False
+        if self.ordinal is not None:
+            self.rebind()
+
+    def speak(self) -> None:
+        """Let the firmware become ready; Blackhole's driver shows it when it is bound again."""
+        self.firmware = True
+        self._look_again()
+
+    def _look_again(self) -> None:
+        is_unseen = self.ordinal is not None and self.hwmon is None
+        if is_unseen and self.firmware and ARCHITECTURES[self.arch].asks_again:
+            self._show_telemetry()
+
+    # The bus
+
+    def plug(self) -> None:
+        """Let the PCI core find the function."""
+        self.present = True
+        self.directory.mkdir(parents=True)
+        for name in PCI_ATTRIBUTES:
+            self._show_uevent() if name == "uevent" else self.show(name)
+            self.node.step()
+        link(self.directory / "subsystem", self.node.root / "sys/bus/pci")
+        link(self.node.root / "sys/bus/pci/devices" / self.bdf, self.directory)
+        self.node.step()
+
+        self._emit_pci("add")
+
+    def vanish(self) -> None:
+        """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
+        if not self.present:
+            return
+        self.unbind()
+
+        for name in PCI_ATTRIBUTES:
+            remove(self.directory / name)
+            self.node.step()
+        remove(self.node.root / "sys/bus/pci/devices" / self.bdf)
+        remove(self.directory)
+        self.present = False
+
+        self._emit_pci("remove")
+        self.node.step()
+
+    def come_back(self, ordinal: int | None = None) -> None:
+        """Let the function be found again, alive, now the last in the kernel's list."""
+        if self.present:
+            raise ValueError(f"{self.bdf} is there")
+        self.condition = "healthy"
+        if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
+            self._count("tt_heartbeat")
+        self.pci["driver_override"] = "(null)"
+
+        self.node.chips.remove(self)
+        self.node.chips.append(self)
+        self.plug()
+        self.probe(ordinal)
+
+    # The driver
+
+    @property
+    def can_be_bound(self) -> bool:
+        """Whether our driver, if it is loaded, could take the chip now."""
+        is_kept = self.pci["driver_override"] not in ("(null)", "tenstorrent")
+        return self.present and not is_kept and not self.driver
+
+    def bind(self, ordinal: int | None = None) -> None:
+        """Bind the driver, with the lowest free ordinal unless one is given."""
+        if self.ordinal is not None or not self.present:
+            raise ValueError(f"{self.bdf} cannot be bound")
+        self.probe(ordinal)
+
+    def probe(self, ordinal: int | None = None, hwmon: int | None = None) -> None:
+        """Let the driver take the chip, if it is loaded and can have it.
+
+        Device file and class directory come first, telemetry next if the firmware is ready.
+        """
+        if not self.node.is_loaded or not self.can_be_bound:
+            return
+        if self.condition == "resetting":  # a new probe looks at the chip again
+            self.condition = "healthy"
+        others = {each.ordinal for each in self.node.chips}
+        self.ordinal = self._free_ordinal(others) if ordinal is None else ordinal
+        if self.ordinal in others:
+            raise ValueError(f"ordinal {self.ordinal} is in use")
+
+        self.node.bound.append(self)
+        self._link_driver("tenstorrent")
+        is_ready = self.firmware and self.condition == "healthy"
+        self._show_class()
+        if is_ready:
+            self._show_telemetry(hwmon)
+        self._emit_pci("bind", DRIVER="tenstorrent")
+
+    def unbind(self) -> None:
+        """Unbind the driver; the function stays on the bus."""
+        if not self.driver:
+            return
+        remove(self.directory / "driver")
+        remove(self.node.root / "sys/bus/pci/drivers" / self.driver / self.bdf)
+        self.node.step()
+
+        if self.ordinal is not None:
+            self._hide_hwmon()
+            self._hide_class()
+            self.node.bound.remove(self)
+        self.ordinal = self.hwmon = None
+
+        self.driver = ""
+        self._show_uevent()
+        self._emit_pci("unbind", "MODALIAS")
+        self.node.step()
+
+    def rebind(self) -> None:
+        """Unbind and bind, with the same ordinal: the remedy for lost telemetry of a Blackhole."""
+        ordinal = self.ordinal
+        self.unbind()
+        self.bind(ordinal)
+
+    def keep_for(self, driver: str) -> None:
+        """Write `driver_override`: only this driver, such as vfio-pci, may probe; "(null)": any."""
+        self.pci["driver_override"] = driver
+        self.show("driver_override")
+
+    def bind_to(self, driver: str) -> None:
+        """Bind another driver, such as vfio-pci, for which the function is kept."""
+        self.unbind()
+        self.keep_for(driver)
+        self._link_driver(driver)
+        self._emit_pci("bind", DRIVER=driver)
+
+    def _link_driver(self, name: str) -> None:
+        self.driver = name
+        driver = self.node.root / "sys/bus/pci/drivers" / name
+        link(self.directory / "driver", driver)
+        link(driver / self.bdf, self.directory)
+        self._show_uevent()
+
+    def _free_ordinal(self, used: set[int | None]) -> int:
+        card = NAMES.get(int(self.pci["subsystem_device"], 16))
+        if card and CARDS[card].is_galaxy:
+            bus = bus_of(self.bdf)
+            tray, position = ARCHITECTURES[self.arch].trays.get(bus >> 4), bus & 15
+            # In a virtual machine, a Galaxy's chips have buses that say nothing of trays.
+            if tray is not None and 1 <= position <= 8 and tray + position - 1 not in used:
+                return tray + position - 1
+        return lowest_free(used)
+
+    def _show_class(self) -> None:
+        """Make the class directory and device file as device_add(): links, number, device file."""
+        node, entry = self.node, self.class_directory
+        major, minor = node.number_of(self.ordinal)
+        entry.mkdir(parents=True)
+        name = f"DEVNAME=tenstorrent/{self.ordinal}"
+        put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\n{name}")
+        link(entry / "device", self.directory)
+        link(entry / "subsystem", node.root / "sys/class/tenstorrent")
+        link(node.root / "sys/class/tenstorrent" / entry.name, entry)
+        node.step()
+        put(entry / "dev", f"{major}:{minor}")
+        node.step()
+
+        if node.version >= PROC_SINCE:
+            self.pids.parent.mkdir()
+            put(self.pids, b"")
+
+        # devtmpfs makes the device file 0600, before the event of which udev makes it 0666.
+        self.device_node.parent.mkdir(exist_ok=True)
+        if node.is_linked:
+            self.device_node.symlink_to(node.borrowed(major, minor))
+        else:
+            os.mknod(self.device_node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        node.step()
+
+        self._emit_class("add")
+        if not node.is_linked:
+            self.device_node.chmod(0o666)
+        self._make_link("by-pci")
+        node.step()
+
+    def _hide_class(self) -> None:
+        entry = self.class_directory
+        remove(self.pids.parent)
+        remove(self.device_node)
+        remove_empty(self.device_node.parent)
+        self.node.step()
+
+        # device_del(): the links that lead to it and away from it go before its attributes.
+        links = [entry / "dev", entry / "device", entry / "subsystem"]
+        links.append(self.node.root / "sys/class/tenstorrent" / entry.name)
+        for gone in [*links, *sorted({*entry.iterdir()} - {*links})]:
+            remove(gone)
+            self.node.step()
+        remove(entry.parent)
+
+        self._emit_class("remove")
+        self._remove_links()
+
+    def _show_telemetry(self, hwmon: int | None = None) -> None:
+        """Make hwmon and tt_*, send `change`, then let udev make the by-id link."""
+        self._show_hwmon(hwmon)
+        for name in self.telemetry:
+            self.show(name)
+            self.node.step()
+
+        if self.node.version >= CHANGE_SINCE:
+            self._emit_class("change")
+            self._make_link("by-id")
+
+    def _show_hwmon(self, number: int | None) -> None:
+        free = lowest_free(each.hwmon for each in self.node.chips)
+        self.hwmon = free if number is None else number
+        hwmon = self.hwmon_directory
+        hwmon.mkdir(parents=True)
+        link(hwmon / "device", self.directory)
+        link(hwmon / "subsystem", self.node.root / "sys/class/hwmon")
+        put(hwmon / "uevent", "")
+        self.show(*self.sensors)
+        link(self.node.root / "sys/class/hwmon" / hwmon.name, hwmon)
+        self._emit_hwmon("add")
+
+    def _hide_hwmon(self) -> None:
+        if self.hwmon is not None:
+            remove(self.node.root / "sys/class/hwmon" / self.hwmon_directory.name)
+            remove(self.hwmon_directory.parent)
+            self._emit_hwmon("remove")
+            self.node.step()
+
+    def set_pids(self, pids: Iterable[int | str]) -> None:
+        """Set who has the device file open, if there is one; 0: of another namespace."""
+        if self.ordinal is not None:
+            put(self.pids, "\n".join(map(str, pids)))
+
+    # Kernel uevents
+
+    def _environment(self, *without: str) -> dict[str, str]:
+        """Return the variables of the PCI function."""
+        ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
+        environment = {
+            "PCI_CLASS": ids["class"].lstrip("0"),
+            "PCI_ID": f"{ids['vendor']}:{ids['device']}",
+            "PCI_SUBSYS_ID": f"{ids['subsystem_vendor']}:{ids['subsystem_device']}",
+            "PCI_SLOT_NAME": self.bdf,
+            "MODALIAS": self.pci["modalias"],
+        }
+        return {key: value for key, value in environment.items() if key not in without}
+
+    def _emit_pci(self, action: str, *without: str, **env: str) -> None:
+        env |= self._environment(*without)
+        self.node.emit(action, f"/devices/{self.path}", SUBSYSTEM="pci", **env)
+
+    def _emit_class(self, action: str) -> None:
+        major, minor = map(str, self.node.number_of(self.ordinal))
+        env = {"MAJOR": major, "MINOR": minor, "DEVNAME": f"tenstorrent/{self.ordinal}"}
+        devpath = f"/devices/{self.path}/tenstorrent/{self.class_directory.name}"
+        self.node.emit(action, devpath, SUBSYSTEM="tenstorrent", **env)
+
+    def _emit_hwmon(self, action: str) -> None:
+        devpath = f"/devices/{self.path}/hwmon/{self.hwmon_directory.name}"
+        self.node.emit(action, devpath, SUBSYSTEM="hwmon")
+
+    # udev, which comes after the kernel's event
+
+    def _links(self) -> dict[str, Path]:
+        """Return the chip's links in /dev/tenstorrent, by directory."""
+        links = {"by-pci": self.by_pci} if self.node.has_rule else {}
+        if "tt_asic_id" in self.telemetry and self.node.version >= CHANGE_SINCE:
+            name = f"{self.arch}-{self.telemetry['tt_asic_id']}"
+            links["by-id"] = self.node.root / "dev/tenstorrent/by-id" / name
+        return links
+
+    def _make_link(self, kind: str) -> None:
+        if path := self._links().get(kind):
+            remove(path)
+            link(path, self.device_node)
+
+    def _remove_links(self) -> None:
+        """Remove the chip's links, unless they lead to another's device file by now."""
+        for path in self._links().values():
+            if path.is_symlink() and path.readlink().name == str(self.ordinal):
+                remove(path)
+            remove_empty(path.parent)
+        remove_empty(self.node.root / "dev/tenstorrent")
