@@ -816,7 +816,6 @@ def test_a_mode_that_a_container_has_changed_is_left_to_it(
     directories: Directories, parent: Path
 ) -> None:
     """If its user has made the directory its own, who else may use it is that user's choice."""
-
     directories.put_right(named(parent / "x"))
 
     os.chown(parent / "x", OTHER, OTHER)
