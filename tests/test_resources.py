@@ -151,7 +151,6 @@ def shared(*entries: SharedResource, more: Any = None, **others: Any) -> Setting
 FOUR = [chip(bus, ordinal=bus - 1) for bus in (1, 2, 3, 4)]
 BDFS = [each.bdf for each in FOUR]
 TWICE = shared(SharedResource("n150", 2))
-HALF = shared(SharedResource("n150", 2, "half"))
 
 
 def test_devices_that_are_not_selected_stay_exclusive() -> None:
@@ -254,10 +253,8 @@ REPLICAS = [f"{bdf(1)}::0", f"{bdf(1)}::1"]
         (Settings(), {}),
         (TWICE, {"n150": REPLICAS}),
         (ARCH, {"wormhole": [bdf(1)]}),
-        (HALF, {"half": REPLICAS}),
-        (Settings(resource_domain="example.org"), {"example.org/n150": [bdf(1)]}),
     ],
-    ids=["unchanged", "shared", "renamed", "shared and renamed", "another domain"],
+    ids=["unchanged", "shared", "renamed"],
 )
 def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withheld(
     settings: Settings, withheld: dict[str, list[str]]
@@ -284,7 +281,7 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
     ],
     ids=["healthy", "stalled", "gone", "not on this node"],
 )
-@pytest.mark.parametrize("settings", [Settings(), ARCH, TWICE, HALF])
+@pytest.mark.parametrize("settings", [Settings(), ARCH, TWICE])
 def test_an_id_that_a_pod_holds_is_as_healthy_as_the_chips_of_the_pods_answer(
     chips: list[Chip], reason: str | None, settings: Settings
 ) -> None:
