@@ -63,11 +63,14 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     monkeypatch.setattr("ttdp.START_TIMEOUT", 0.3)
     chips = {node.add("p150a")[0].bdf for _ in range(4)}
     pods = ["one", "two", "three"]
+
     daemon = await start(**FAST)
     for pod in pods:
         await run_pod(kubelet, pod)
+
     taken = {bdf for pod in pods for bdf in chips_of(kubelet, pod)}
     await until(lambda: len(daemon.daemon.host.holds.names) == len(pods))
+
     await kubelet.kill()
     kubelet.corrupt("missing")
     await kubelet.start()
@@ -84,6 +87,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     await kubelet.wait_for(lambda: kubelet.find("not-started"))
     message = kubelet.find("not-started")[0].fields["message"]
     (holder,) = (pod for pod in pods if f"default/{pod} must end first" in message)
+
     kubelet.crash(holder, "main")  # its sandbox has a process yet
     failures = len(kubelet.find("not-started"))
     await kubelet.wait_for(lambda: len(kubelet.find("not-started")) > failures + 2)
@@ -129,11 +133,13 @@ async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forg
     """They are in its state file."""
     chips = {node.add("p150a")[0].bdf for _ in range(2)}
     settings = settings_of(node, directory, **FAST, state_dir=str(short_tmp))
+
     async with RunningDaemon(node, settings):
         await run_pod(kubelet, "train")
         held = chips_of(kubelet, "train")
         state = short_tmp / "state.json"
         await until(lambda: kubelet.uid("train") in state.read_text())
+
     await kubelet.kill()
     kubelet.corrupt("missing")
     await kubelet.start()
@@ -148,10 +154,12 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
 ) -> None:
     """After a reboot without its card. Kubelets of 1.35 to 1.37 would crash otherwise."""
     node.add("p300c", numa_node=0)
+
     async with kubelet_of(node, directory, version=(1, 37), policy="best-effort") as kubelet:
         async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await run_pod(kubelet, "train", P300)
             (mine,) = kubelet.allocated(P300)
+
         await kubelet.power_cut()
         node.chip(mine).vanish()
         async with RunningDaemon(node, settings_of(node, directory, **FAST)):
@@ -168,8 +176,10 @@ async def test_a_kubelet_without_its_api_server_frees_nothing(
     node.add("p150a")
     async with RunningDaemon(node, settings_of(node, directory, **FAST)):
         await run_pod(kubelet, "train")
+
     kubelet.api_server_away()
     await kubelet.restart()
+
     settings = settings_of(node, directory, **FAST, resource_naming="card")
     async with RunningDaemon(node, settings) as daemon:
         await kubelet.registered(P150A)
@@ -224,6 +234,7 @@ async def test_a_pod_that_is_deleted_while_its_container_waits_starts_none(
     node.add("p150a")
     await start(**FAST)
     await run_pod(kubelet, "first")
+
     kubelet.force_delete("first")
     await kubelet.admit("second", "main", {P150: 1})
     await until(lambda: "container start waits" in caplog.text)
@@ -250,12 +261,14 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
     monkeypatch.setattr("ttdp.ROUND", 3600)
     node.add("p150a")
     daemon = await start(interval=3600)
+
     async with kubelet_of(node, directory, has_pause=has_pause) as kubelet:
         kubelet.keep_cgroups(keeps_cgroup)
         for number in range(8):
             await run_pod(kubelet, f"pod-{number}")
             await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
             kubelet.delete(f"pod-{number}")
+
         assert "container start waits" not in caplog.text and not kubelet.find("not-started")
         assert kubelet.violations == []
 
@@ -268,6 +281,7 @@ async def test_processes_outside_the_former_pod_do_not_count(
     monitor = "0::/kubepods/besteffort/pod11111111-2222-3333-4444-555555555555/x"
     node.start_process(70, "0::/user.slice/session-1.scope", [str(chip.device_node)])
     node.start_process(71, monitor, [str(chip.device_node)])
+
     await start(**FAST, sharing=Sharing(lock_dir="", resources=(SharedResource("n150", 2),)))
     for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
         await run_pod(kubelet, pod, resource)
@@ -288,11 +302,13 @@ async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
     daemon = await start(**FAST)
     await run_pod(kubelet, "train", P300)
     (mine,) = kubelet.allocated(P300)
+
     daemon.reload(unit="board")
     await kubelet.wait_for(lambda: len(kubelet.healthy(boards)) == 1)
     await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine})
     reason = f"held until default/train ends (as {P300} {mine})"
     await until(lambda: reason in "".join(daemon.notes))
+
     await kubelet.admit("other", "main", {boards: 1})
     with pytest.raises(AdmissionError):
         await kubelet.admit("unlucky", "main", {boards: 1})
@@ -340,9 +356,11 @@ async def test_polls_cost_the_kubelet_nothing(
     node.add("p150a")
     daemon = await start(**FAST)
     await run_pod(kubelet, "train")
+
     daemon.reload(resource_naming="card")
     await kubelet.registered(P150A)
     await until(lambda: daemon.daemon.host.holds.names)
+
     asked, lists = len(kubelet.find("asked")), len(kubelet.find("list"))
 
     await polls(daemon, 8)
