@@ -38,6 +38,7 @@ async def test_an_unhealthy_chip_leaves_allocatable_until_it_recovers(
     chip, other = node.add("n150") + node.add("n150")
     daemon = await start(health=STALLS)
     await kubelet.registered(N150)
+
     chip.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
 
@@ -87,6 +88,7 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     first, second = node.add("n150") + node.add("n150")
     first.unbind()
     second.unbind()
+
     daemon = await start(interval=3600)
     waiting = "STATUS=waiting for the driver to create a device file for"
     await until(lambda: daemon.notified(f"{waiting} {first.bdf}"))
@@ -371,11 +373,14 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     dead, revived = node.add("n150") + node.add("n150")
     daemon = await start(health=STALLS, state_dir=str(short_tmp))
     await kubelet.registered(N150)
+
     dead.freeze()
     revived.freeze()
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {dead.bdf, revived.bdf})
+
     await daemon.stop()
     revived.beat()
+
     restarted = time.monotonic()
     await start(interval=3600, health=STALLS, state_dir=str(short_tmp))
     await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))

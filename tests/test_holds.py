@@ -514,36 +514,20 @@ def left_behind(world: BookWorld, call: Call) -> set[str]:
     return {Path(path).name for path in world.book.left_behind(call, world.current())}
 
 
-def test_what_a_pod_that_does_not_run_left_on_the_chips_is_emptied(world: BookWorld) -> None:
-    """Its hold is current still. A possible caller's own directory is not emptied."""
-    first = entry(directory=own("former"))
-    heir = entry(pod=SECOND, directory=own("own"))
-    other = entry(2, pod="third", directory=own("other"))
+def test_what_a_pod_has_left_on_the_chips_is_emptied_unless_the_pod_runs(world: BookWorld) -> None:
+    """A pod's containers have one directory, and it runs though not all of them have started.
 
-    world.answer(other)
-    world.run(first)
-    world.look()
-    world.now += 1
-    world.answer(heir)
-    world.write(heir, other)
-
-    call = world.call(heir)
-    assert left_behind(world, call) == set(), "it runs"
-
-    world.make_cgroup(FIRST)
-    assert left_behind(world, call) == {"former"}
-
-
-def test_a_directory_that_a_running_pod_has_is_not_emptied(world: BookWorld) -> None:
-    """Its containers have one directory, though not all of them have started."""
+    A possible caller's own directory is not emptied, nor one of a pod on other chips.
+    """
     pod = [
         entry(1, container="prepare", directory=own("x")),
         entry(1, 2, container="main", directory=own("x")),
     ]
     heir = entry(1, 2, pod=SECOND, resource=N150A, directory=own("y"))
-    for each in (*pod, heir):
+    other = entry(3, pod="third", directory=own("z"))
+    for each in (*pod, heir, other):
         world.answer(each)
-    world.write(*pod, heir)
+    world.write(*pod, heir, other)
     world.make_cgroup(FIRST, "pause")
 
     assert left_behind(world, world.call(heir)) == {"x"}

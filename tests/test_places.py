@@ -39,6 +39,7 @@ def test_a_card_with_one_device_file_is_a_board_whatever_its_serial_is() -> None
 def test_the_two_chips_that_report_one_serial_are_a_p300() -> None:
     """They have nothing else in common, wherever they are."""
     chips = [p300(0x01), p300(0x91), p300(0x02, "2" * 16)]
+
     assert board_ids(chips) == [SERIAL, SERIAL, "2" * 16]
     assert {place.board_size for place in ttdp.places(chips).values()} == {2}
 
@@ -63,6 +64,7 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
     for bus in (1, 2, 3, 4):
         found = p300(bus)
         chips.append(found._replace(function=found.function.without_device_file()))
+
     assert board_ids(chips) == [None] * 4
 
 

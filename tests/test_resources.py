@@ -46,6 +46,7 @@ def test_a_card_has_a_name_under_each_naming(card: str) -> None:
     board = re.sub("^(p[13][05]0)[abc]$", r"\1", card)
     arch = chip(1, card).function.arch
     other = chip(1, "p150b" if arch == "blackhole" else "n150", card=card)
+
     for naming, name in {"board": board, "card": card, "arch": arch}.items():
         settings = Settings(resource_naming=naming)
         assert [*listed([chip(1, card)], settings)] == [*listed([other], settings)] == [name]
@@ -68,6 +69,7 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     nodes = [1, 0, None, 1, 0, 0, 1, 1]
     galaxy = [chip(0x41 + n, "galaxy-wormhole", numa_node=node) for n, node in enumerate(nodes)]
     chips = [chip(1), chip(2, fault=Kind.STALLED), chip(3, numa_node=0), *galaxy]
+
     resources = decide(chips, BOARD).resources.values()
     found = [each for resource in resources for each in resource.device_list.devices]
 
@@ -95,6 +97,7 @@ def tray(high: int, chips: range = range(1, 9), arch: str = "wormhole") -> list[
 def test_a_board_is_one_device_under_one_id() -> None:
     """A p300 by its serial, a Galaxy's tray by its buses, a card with one chip by its address."""
     chips = [p300(0x61), p300(0x62), chip(0x41), *tray(0xC), *tray(0, arch="blackhole")]
+
     assert reasons(chips, BOARD) == {
         "galaxy-blackhole-board": {"0000:00": None},
         "galaxy-wormhole-board": {"0000:c0": None},
@@ -160,6 +163,7 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
     thirds = [f"{BDFS[1]}::{replica}" for replica in range(3)]
     chips = [*FOUR, chip(9, "n300")]  # of another name, which the entries do not share
     left = {"n300": [bdf(9)], "half": halves}
+
     assert ids(chips, shared(by_name)) == left | {"n150": [BDFS[1], BDFS[3]]}
     found = ids(chips, shared(by_name, SharedResource("n150", 3, "third", 1)))
     assert found == left | {"n150": [BDFS[3]], "third": thirds}
@@ -214,6 +218,7 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
     """By an entry's `rename`, else by `rename_by_default`, which appends `.shared`."""
     renamed = {"rename_by_default": True}
+
     for entry, more, name in (
         (SharedResource("n150", 2), {}, "n150"),
         (SharedResource("n150", 2), renamed, "n150.shared"),
@@ -227,6 +232,7 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
     three = [f"{BDFS[0]}::0", f"{BDFS[0]}::1", f"{BDFS[1]}::0"]
     strict = listed(FOUR, TWICE)["n150"]
     ttdp.check_request(strict, [[one] for one in three])
+
     reason = "a container can request only 1 shared tenstorrent.com/n150, not 3"
 
     with pytest.raises(ttdp.RequestError, match=reason) as rejected:
@@ -261,7 +267,9 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
 ) -> None:
     """A pod holds it until it ends, whatever the configuration; the reason names the pod."""
     found = reasons(FOUR, settings, [HELD])
+
     assert found["n150"][bdf(1)] is None
+
     unhealthy = {name: [key for key, why in each.items() if why] for name, each in found.items()}
     assert {name: keys for name, keys in unhealthy.items() if keys} == withheld
     texts = {why for each in found.values() for why in each.values() if why}
@@ -322,6 +330,7 @@ def test_a_board_that_a_pod_holds_has_all_its_chips_before_their_serials_are_kno
 ) -> None:
     """After a reboot a kubelet admits the pod again only if its device is healthy."""
     held = hold("p300-board", PAIR, buses=[1, 2])
+
     assert reasons(chips, settings, [held])["p300-board"][PAIR] == reason
 
 
@@ -334,6 +343,7 @@ def test_replicas_of_a_shared_device_do_not_withhold_each_other() -> None:
         ("other", f"{bdf(1)}::0", True),
     ):
         found = reasons(FOUR[:1], TWICE, [hold(resource, identifier, buses=[1])])["n150"]
+
         assert (found[f"{bdf(1)}::1"] is not None) is is_withheld
 
 
@@ -353,6 +363,7 @@ def test_another_plugins_ids_are_listed_only_under_our_names() -> None:
 def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
     """Whatever the order of the answer and of the checkpoint: a list is not sent again for it."""
     names = [f"{bdf(bus)}::{number}" for bus in (1, 2) for number in range(9)]
+
     for ids_of_pod in (names, names[::-1]):
         found = ids(FOUR, Settings(), [hold("old", *ids_of_pod, buses=[1, 2])])
         assert found["old"] == names
@@ -361,6 +372,7 @@ def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
 def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives_it() -> None:
     """The kubelet asks again for the ID of an init container that its pod reuses."""
     ttdp.check_request(listed(FOUR, Settings(), [HELD])["n150"], [[bdf(1)]])
+
     renamed = hold("wormhole", bdf(1), buses=[1])
     for settings, held, reason in (
         (TWICE, HELD, " is reserved for the pod that holds it"),
@@ -368,6 +380,7 @@ def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives
         (Settings(), renamed, ": held until default/train ends"),
     ):
         resource = listed(FOUR, settings, [held])["n150"]
+
         with pytest.raises(ttdp.RequestError, match=f"device {bdf(1)}{reason}") as rejected:
             ttdp.check_request(resource, [[bdf(1)]])
         assert rejected.value.args[0].name == "FAILED_PRECONDITION"
@@ -431,6 +444,7 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
     holds = data.draw(pods({**decide(before, former).resources}))
     decision = decide(after, now, holds)
     found, configured = decision.resources, decision.offer.resources
+
     for each in holds:
         held = [found[each.resource].devices[key] for key in each.ids]
         are_healthy = all(decision.chips[bdf].reason is None for bdf in each.chips)
@@ -439,12 +453,14 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
             assert device.reason is None or not are_healthy
 
     assert all(found[name].devices.keys() >= configured[name].devices.keys() for name in configured)
+
     free = advertised(found, {(each.resource, key) for each in holds for key in each.ids})
     for name, device in free:
         replicas = {*ttdp.replica_ids(device.id, found[name].replicas)}
         for each in holds:
             shares_device = each.shares_device(name, replicas)
             assert shares_device or not each.chips & device.addresses
+
     for (name, one), (other_name, other) in itertools.combinations(free, 2):
         is_same = (name, one.id) == (other_name, other.id)
         assert is_same or not one.addresses & other.addresses
