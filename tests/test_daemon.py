@@ -13,7 +13,7 @@ import pytest
 
 import ttdp
 from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, no_descriptors, polls, turns
-from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -28,30 +28,6 @@ async def ready(daemon: RunningDaemon) -> None:
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "ERROR"]
-
-
-@pytest.mark.usefixtures("ticking")
-async def test_an_unhealthy_chip_leaves_allocatable_until_it_recovers(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its capacity stays; the log has one line each way."""
-    chip, other = node.add("n150") + node.add("n150")
-    daemon = await start(health=STALLS)
-    await kubelet.registered(N150)
-
-    chip.freeze()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
-
-    assert kubelet.capacity()[N150] == 2 and kubelet.allocatable()[N150] == 1
-    assert "heartbeat stalled" in str(daemon.chip(chip.bdf).reason)
-    with pytest.raises(AdmissionError):
-        await kubelet.admit("pod", "main", {N150: 2})
-
-    chip.thaw()
-    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {chip.bdf, other.bdf})
-    lines = [line for line in caplog.messages if ": unhealthy: " in line or "again" in line]
-
-    assert len(lines) == 2 and all(line.startswith(chip.bdf) for line in lines)
 
 
 async def test_hot_plug_reaches_the_kubelet_by_events(

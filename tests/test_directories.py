@@ -225,27 +225,6 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
 # -- a successor finds the node's pages free -------------------------------------------------------
 
 
-async def test_the_pages_of_a_pod_that_crashed_are_free_when_the_next_one_starts(
-    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is admitted at once: the kubelet gives a chip away before the former pod's cgroup goes."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    daemon = await start(interval=3600)
-    kubelet.keep_cgroups()
-    former = await run(kubelet, "pod-0")
-
-    for number in range(3):
-        await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
-        leave_pages(former)
-        kubelet.delete(f"pod-{number}")
-        following = await run(kubelet, f"pod-{number + 1}")
-
-        assert following != former and not any(following.iterdir())
-        assert not former.exists() or not any(former.iterdir())
-
-        former = following
-
-
 async def test_a_containers_own_files_stay_when_it_starts_again(
     kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
 ) -> None:
@@ -264,24 +243,6 @@ async def test_a_containers_own_files_stay_when_it_starts_again(
         kubelet.crash("train", "main")
         await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
         assert sorted(path.name for path in own.iterdir()) == PAGES
-
-
-async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
-    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runtimes resolve the paths of an answer each time that they create a container."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    await start(interval=3600)
-    own = await run(kubelet, "train")
-
-    own.rmdir()
-
-    crashed = time.monotonic()
-    kubelet.crash("train", "main")
-
-    await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
-
-    assert mode_of(own) == 0o777
 
 
 # -- a directory exists while a current hold names it ----------------------------------------------
@@ -431,27 +392,6 @@ async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not
         await until(lambda: not lock.exists())
 
 
-@pytest.mark.parametrize(
-    "changes", [{"resource_domain": "example.org"}, {"sharing": Sharing(lock_dir="")}]
-)
-async def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None, changes: dict[str, Any]
-) -> None:
-    """Until it has ended; by the path, which stands in its answer."""
-    daemon = await start(**locked(short_tmp))
-    await run(kubelet, "train")
-    shm = mounts(kubelet, "train")["/dev/shm"]
-    (shm / "lock").touch()
-
-    daemon.reload(**changes)
-    await until(lambda: daemon.notes.count("READY=1") == 2)
-    await for_a_while(daemon)
-    assert (shm / "lock").exists()
-
-    kubelet.delete("train")
-    await until(lambda: not (shm / "lock").exists())
-
-
 # -- directories without a daemon ------------------------------------------------------------------
 
 
@@ -509,18 +449,6 @@ def turns(directories: Directories, steps: int = ttdp.STEPS) -> int:
     while not tidy(directories, steps=steps):
         number += 1
     return number
-
-
-def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Path) -> None:
-    """Whatever it is, and whatever it is called."""
-    for name in ("0000:01:00.0", "0000:01:00.0-00ff", "unknown"):
-        (parent / name).mkdir()
-    (parent / "file").touch()
-    (parent / "link").symlink_to("/")
-
-    tidy(directories, named(parent / "0000:01:00.0"))
-
-    assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
 
 
 def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
@@ -695,6 +623,20 @@ async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which
     assert not any(world.directory("rival").iterdir())
 
 
+async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
+    world: StartingWorld,
+) -> None:
+    """Runtimes resolve the paths of an answer each time that they create a container."""
+    own = world.directory("x")
+    train = entry(directory=own)
+    world.answer(train)
+    world.write(train)
+
+    await world.wait_until_free(train)
+
+    assert mode_of(own) == 0o777
+
+
 async def test_a_start_does_not_wait_for_a_pod_that_has_ended_since_the_last_look_at_pods(
     world: StartingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -854,6 +796,21 @@ def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
 
     tidy(directories)
     assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+
+
+def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Until it has ended; by the path, which stands in its answer."""
+    shm = tmp_path / "locks/n150"
+    directories.make_for_locks(str(shm))
+    (shm / "lock").touch()
+
+    tidy(directories, hold("example.org/card", bdf(1), buses=[1])._replace(locks=str(shm)))
+    assert (shm / "lock").exists()
+
+    tidy(directories)
+    assert shm.exists() and not any(shm.iterdir())
 
 
 def test_the_hosts_dev_shm_is_never_emptied(directories: Directories) -> None:

@@ -292,36 +292,6 @@ async def test_processes_outside_the_former_pod_do_not_count(
 # -- chips that a pod holds under another name -----------------------------------------------------
 
 
-async def test_a_chip_that_a_pod_holds_is_withheld_under_another_name(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The pod's own ID stays healthy; the other one is free soon after the pod has ended."""
-    boards = f"{P300}-board"
-    for _ in range(2):
-        node.add("p300c")
-    daemon = await start(**FAST)
-    await run_pod(kubelet, "train", P300)
-    (mine,) = kubelet.allocated(P300)
-
-    daemon.reload(unit="board")
-    await kubelet.wait_for(lambda: len(kubelet.healthy(boards)) == 1)
-    await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine})
-    reason = f"held until default/train ends (as {P300} {mine})"
-    await until(lambda: reason in "".join(daemon.notes))
-
-    await kubelet.admit("other", "main", {boards: 1})
-    with pytest.raises(AdmissionError):
-        await kubelet.admit("unlucky", "main", {boards: 1})
-
-    kubelet.delete("train")
-    await kubelet.wait_for(lambda: not kubelet.unhealthy(boards))
-    await kubelet.admit("heir", "main", {boards: 1})
-
-    assert mine in chips_of(kubelet, "heir")
-    lines = [line for line in caplog.messages if "withheld" in line]
-    assert len(lines) == 2 and reason in lines[0] and "is no longer withheld" in lines[1]
-
-
 async def test_a_resource_with_only_a_pods_ids_ends_with_that_pod(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

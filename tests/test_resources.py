@@ -40,6 +40,10 @@ def ids(*arguments: Any) -> dict[str, list[str]]:
     return {name: [*each.devices] for name, each in listed(*arguments).items()}
 
 
+def log_lines(before: ttdp.Decision | None, after: ttdp.Decision) -> list[str]:
+    return [line for _, line in ttdp.changes(before, after)]
+
+
 @pytest.mark.parametrize("card", SUBSYSTEMS)
 def test_a_card_has_a_name_under_each_naming(card: str) -> None:
     """Board (no trailing letter), exact type or architecture; the firmware overrules PCI."""
@@ -113,11 +117,10 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     """So is its completion."""
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
     name = f"tenstorrent.com/p300-board {PAIR}"
-    lines = [line for _, line in ttdp.changes(None, part)]
 
-    assert f"{name} is unhealthy: only 1 of 2 chips found" in lines
-    assert f"{name} is complete" in [line for _, line in ttdp.changes(part, whole)]
-    assert not any(name in line for _, line in ttdp.changes(part, part))
+    assert f"{name} is unhealthy: only 1 of 2 chips found" in log_lines(None, part)
+    assert f"{name} is complete" in log_lines(part, whole)
+    assert not any(name in line for line in log_lines(part, part))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
 
     none = decide(FOUR, shared(SharedResource("p150", 2)))
     assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
-    assert none.offer.without_effect[0] in [line for _, line in ttdp.changes(None, none)]
+    assert none.offer.without_effect[0] in log_lines(None, none)
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
@@ -277,6 +280,15 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
 
     ended = decide(FOUR, settings)
     assert ended.resources is ended.offer.resources
+
+
+def test_a_device_that_is_withheld_is_a_line_of_the_log() -> None:
+    """So is the end of that."""
+    withheld, free = decide(FOUR, ARCH, [HELD]), decide(FOUR, ARCH)
+    name = f"tenstorrent.com/wormhole {bdf(1)}"
+
+    assert f"{name} is withheld: {HELD_REASON}" in log_lines(None, withheld)
+    assert log_lines(withheld, free) == [f"{name} is no longer withheld"]
 
 
 @pytest.mark.parametrize(
