@@ -246,11 +246,14 @@ def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: BookWorld) ->
         (["side"], ["side", "main"], False),
     ],
 )
+@pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
-    world: BookWorld, before: list[str], after: list[str], is_awaited: bool
+    world: BookWorld, before: list[str], after: list[str], is_awaited: bool, is_restarted: bool
 ) -> None:
     """Not another container's, nor that of CRI-O's monitor; another one can end just then."""
     world.start(waiting_to_start(world, *before))
+    if is_restarted:
+        world = world.restarted()
 
     world.make_cgroup(FIRST, *after)
     world.look()
