@@ -106,54 +106,30 @@ def forgotten_while_created(world: BookWorld) -> None:
     world.write()
 
 
-TABLE: list[tuple[Callable[[BookWorld], None], int, int]] = [
-    # a hold of which this is seen; how long it is current from then on, also after a reboot
-    (answered, 30, 0),
-    (answered_and_started, 121, 0),
-    (written, ALWAYS, ALWAYS),
-    (written_and_started, ALWAYS, ALWAYS),
-    (written_and_over, 0, ALWAYS),
-    (written_and_back, ALWAYS, ALWAYS),
-    (forgotten, ALWAYS, 0),
-    (forgotten_soon, 20, 0),
-    (forgotten_with_a_sandbox, 0, 0),
-    (forgotten_and_empty, 0, 0),
-    (forgotten_while_created, 121, 0),
+TABLE: list[tuple[Callable[[BookWorld], None], int]] = [
+    # a hold of which this is seen; how many seconds it is current from then on
+    (answered, 30),
+    (answered_and_started, 121),
+    (written, ALWAYS),
+    (written_and_started, ALWAYS),
+    (written_and_over, 0),
+    (written_and_back, ALWAYS),
+    (forgotten, ALWAYS),
+    (forgotten_soon, 20),
+    (forgotten_with_a_sandbox, 0),
+    (forgotten_and_empty, 0),
+    (forgotten_while_created, 121),
 ]
-rows = pytest.mark.parametrize(
-    ("row", "seconds", "after_reboot"), TABLE, ids=[row.__name__ for row, *_ in TABLE]
-)
 
 
-@rows
-@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize(("row", "seconds"), TABLE, ids=[row.__name__ for row, _ in TABLE])
 def test_a_hold_is_current_by_the_table(
-    world: BookWorld,
-    row: Callable[[BookWorld], None],
-    seconds: int,
-    after_reboot: int,
-    is_restarted: bool,
+    world: BookWorld, row: Callable[[BookWorld], None], seconds: int
 ) -> None:
-    """A restart of the daemon, which has looked, changes no row and prolongs nothing."""
+    """See the head of HOLDS."""
     row(world)
-    if is_restarted:
-        world.look()
-        world = world.restarted()
 
     assert world.seconds(world.current) == seconds
-
-
-@rows
-def test_after_a_reboot_the_checkpoint_alone_counts(
-    world: BookWorld, row: Callable[[BookWorld], None], seconds: int, after_reboot: int
-) -> None:
-    """Its pods are started again, in the kubelet's time; what was seen before means nothing."""
-    row(world)
-    world.look()
-    shutil.rmtree(world.cgroups)
-
-    rebooted = BookWorld(world.home, now=5.0)
-    assert rebooted.seconds(rebooted.current) == after_reboot
 
 
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
@@ -246,14 +222,11 @@ def test_a_pod_that_is_awaited_runs_for_two_minutes_at_most(world: BookWorld) ->
         (["side"], ["side", "main"], False),
     ],
 )
-@pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
-    world: BookWorld, before: list[str], after: list[str], is_awaited: bool, is_restarted: bool
+    world: BookWorld, before: list[str], after: list[str], is_awaited: bool
 ) -> None:
     """Not another container's, nor that of CRI-O's monitor; another one can end just then."""
     world.start(waiting_to_start(world, *before))
-    if is_restarted:
-        world = world.restarted()
 
     world.make_cgroup(FIRST, *after)
     world.look()

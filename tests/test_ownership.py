@@ -17,11 +17,10 @@ from tests.conftest import (
     polls,
     turns,
 )
-from tests.world.kubelet import AdmissionError, Kubelet
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
-from ttdp import SharedResource, Sharing
 
 DOMAIN = "tenstorrent.com"
 P300, N150 = f"{DOMAIN}/p300", f"{DOMAIN}/n150"
@@ -169,31 +168,6 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
             assert mine in kubelet.unhealthy(P300) and kubelet.violations == []
 
 
-async def test_a_kubelet_without_its_api_server_frees_nothing(
-    node: SimulatedNode, kubelet: Kubelet, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Kubelet and daemon start again with another configuration; no pod has a name for long."""
-    node.add("p150a")
-    async with RunningDaemon(node, settings_of(node, directory, **FAST)):
-        await run_pod(kubelet, "train")
-
-    kubelet.api_server_away()
-    await kubelet.restart()
-
-    settings = settings_of(node, directory, **FAST, resource_naming="card")
-    async with RunningDaemon(node, settings) as daemon:
-        await kubelet.registered(P150A)
-        await polls(daemon)
-        with pytest.raises(AdmissionError):
-            await kubelet.admit("other", "main", {P150A: 1}, static=True)
-        assert f"withheld: held until pod {kubelet.uid('train')} ends (as {P150}" in caplog.text
-
-        await kubelet.api_server_back()
-        await until(lambda: "held until default/train ends" in "".join(daemon.notes))
-
-    assert not ever_offered(kubelet, P150A)
-
-
 # -- the check before each start of a container ----------------------------------------------------
 
 
@@ -271,22 +245,6 @@ async def test_an_ordinary_hand_over_waits_for_nothing(
 
         assert "container start waits" not in caplog.text and not kubelet.find("not-started")
         assert kubelet.violations == []
-
-
-async def test_processes_outside_the_former_pod_do_not_count(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither the host's, nor a pod's that monitors every card, nor users of a shared device."""
-    chip, _ = node.add("p150a") + node.add("n150")
-    monitor = "0::/kubepods/besteffort/pod11111111-2222-3333-4444-555555555555/x"
-    node.start_process(70, "0::/user.slice/session-1.scope", [str(chip.device_node)])
-    node.start_process(71, monitor, [str(chip.device_node)])
-
-    await start(**FAST, sharing=Sharing(lock_dir="", resources=(SharedResource("n150", 2),)))
-    for pod, resource in (("alone", P150), ("one", N150), ("other", N150)):
-        await run_pod(kubelet, pod, resource)
-
-    assert "container start waits" not in caplog.text
 
 
 # -- chips that a pod holds under another name -----------------------------------------------------
