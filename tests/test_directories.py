@@ -222,29 +222,6 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
     assert given != former and not any(given.iterdir())
 
 
-# -- a successor finds the node's pages free -------------------------------------------------------
-
-
-async def test_a_containers_own_files_stay_when_it_starts_again(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
-) -> None:
-    """Over restarts of the daemon, with its state file and without."""
-    daemon = await start(state_dir=str(short_tmp))
-    own = await run(kubelet, "train")
-    leave_pages(own)
-
-    for settings in ({"state_dir": str(short_tmp)}, {}):
-        await daemon.stop()
-        restarted = time.monotonic()
-        daemon = await start(**settings)
-        await kubelet.wait_for(functools.partial(kubelet.find, "registered", since=restarted))
-        await for_a_while(daemon)
-
-        kubelet.crash("train", "main")
-        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
-        assert sorted(path.name for path in own.iterdir()) == PAGES
-
-
 # -- a directory exists while a current hold names it ----------------------------------------------
 
 
@@ -286,6 +263,26 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
         assert witness.mode == 0o777
         await kubelet.start()
         await kubelet.running("train", "main")
+
+
+async def test_a_containers_own_files_stay_when_it_starts_again(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
+) -> None:
+    """Over restarts of the daemon, with its state file and without."""
+    daemon = await start(state_dir=str(short_tmp))
+    own = await run(kubelet, "train")
+    leave_pages(own)
+
+    for settings in ({"state_dir": str(short_tmp)}, {}):
+        await daemon.stop()
+        restarted = time.monotonic()
+        daemon = await start(**settings)
+        await kubelet.wait_for(functools.partial(kubelet.find, "registered", since=restarted))
+        await for_a_while(daemon)
+
+        kubelet.crash("train", "main")
+        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
+        assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
 async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
@@ -461,6 +458,64 @@ def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, par
         assert not path.parent.exists()
 
 
+def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
+    """A runtime made what was missing, 0755, while the daemon was not there."""
+    (parent / "x").mkdir(mode=0o755)
+    parent.chmod(0o755)
+
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
+
+
+@needs_root
+def test_a_mode_that_a_container_has_changed_is_left_to_it(
+    directories: Directories, parent: Path
+) -> None:
+    """If its user has made the directory its own, who else may use it is that user's choice."""
+    directories.put_right(named(parent / "x"))
+
+    os.chown(parent / "x", OTHER, OTHER)
+    (parent / "x").chmod(0o700)
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o700
+
+
+def another_users(parent: Path, precious: Path) -> None:
+    precious.rename(parent)
+    os.chown(parent, OTHER, OTHER)
+
+
+def a_link(parent: Path, precious: Path) -> None:
+    parent.symlink_to(precious)
+
+
+@needs_root
+@pytest.mark.parametrize("make", [another_users, a_link])
+def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
+    directories: Directories, parent: Path, dev: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """Whoever made it could put anything in the place of a container's directory."""
+    precious = dev / "precious"
+    (precious / "x").mkdir(parents=True)
+    (precious / "x/file").touch()
+    parent.rmdir()
+    make(parent, precious)
+
+    mounts = [Mount(str(parent.parent), "/dev/hugepages")]
+    with pytest.raises(OSError, match=str(parent)):
+        directories.make_for_hugepages("y", mounts)
+    with pytest.raises(OSError, match=str(parent)):
+        directories.put_right(named(parent / "y"))
+
+    tidy(directories)
+    assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+
+
+# -- what is removed -------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
     """Fewer than a deep tree has levels."""
@@ -507,6 +562,96 @@ def test_a_large_directory_delays_no_other_one(directories: Directories, parent:
 
     tidy(directories, now=1002.0, steps=10)
     assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
+
+
+def test_no_link_leads_out_of_a_directory(
+    directories: Directories, parent: Path, tmp_path: Path
+) -> None:
+    """Links are removed, not followed."""
+    precious = tmp_path / "precious"
+    (precious / "inner").mkdir(parents=True)
+    (precious / "file").touch()
+    (parent / "x/inner").mkdir(parents=True)
+    (parent / "x/link").symlink_to(precious)
+    (parent / "x/inner/link").symlink_to(precious)
+    (parent / "y").symlink_to(precious)
+
+    tidy(directories)
+
+    assert not any(parent.iterdir())
+    assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
+
+
+def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
+    directories: Directories, parent: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One line reports it, and `check` as long as it is there."""
+    for path in ("a/stuck", "a/other", "b/file"):
+        (parent / path).parent.mkdir(exist_ok=True)
+        (parent / path).touch()
+
+    tried: list[float] = []
+    genuine = os.unlink
+
+    def unlink(path: Any, **keywords: Any) -> None:
+        if path == "stuck":
+            tried.append(now)
+            raise PermissionError(1, "Operation not permitted")
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    for now in range(1000, 3000):
+        tidy(directories, now=now)
+
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
+    assert [path.name for path in parent.rglob("*")] == ["a", "stuck"]
+    (reason,) = (each.reason for each in directories.resisting.values())
+    assert caplog.messages == [f"{parent}/a cannot be emptied: {reason}"]
+
+    monkeypatch.setattr("os.unlink", genuine)
+    tidy(directories, now=4000.0)
+    assert not directories.resisting and not any(parent.iterdir())
+
+
+WITHOUT_CAPABILITIES = """
+import json, sys, ttdp
+directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
+for now in (0.0, 1000.0):
+    directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
+print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
+"""
+
+
+@needs_root
+def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Path) -> None:
+    """The service is root without capabilities. What lies beside it is removed."""
+    for name in ("closed", "full", "open"):
+        (parent / name / "inner").mkdir(parents=True)
+        (parent / name / "inner/page").touch()
+        (parent / name / "page").touch()
+    for path, mode in {"closed": 0o700, "full/inner": 0o700, "open/inner": 0o777}.items():
+        os.chown(parent / path, OTHER, OTHER)
+        (parent / path).chmod(mode)
+    for path in ("closed", "full", "open"):
+        (parent / path).chmod(0o700 if path == "closed" else 0o777)
+
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
+    done = subprocess.run(
+        [*without, WITHOUT_CAPABILITIES, dev],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(ttdp.__file__).parent,
+    )
+    denied = "Permission denied"
+    assert json.loads(done.stdout) == {str(parent / name): denied for name in ("closed", "full")}
+    assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
+    assert not (parent / "open").exists()
+
+
+# -- before a container starts ---------------------------------------------------------------------
 
 
 class StartingWorld(BookWorld):
@@ -656,146 +801,7 @@ async def test_a_start_does_not_wait_for_a_pod_that_has_ended_since_the_last_loo
     assert world.running() == {heir.uid}
 
 
-def test_no_link_leads_out_of_a_directory(
-    directories: Directories, parent: Path, tmp_path: Path
-) -> None:
-    """Links are removed, not followed."""
-    precious = tmp_path / "precious"
-    (precious / "inner").mkdir(parents=True)
-    (precious / "file").touch()
-    (parent / "x/inner").mkdir(parents=True)
-    (parent / "x/link").symlink_to(precious)
-    (parent / "x/inner/link").symlink_to(precious)
-    (parent / "y").symlink_to(precious)
-
-    tidy(directories)
-
-    assert not any(parent.iterdir())
-    assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
-
-
-def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
-    directories: Directories, parent: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """One line reports it, and `check` as long as it is there."""
-    for path in ("a/stuck", "a/other", "b/file"):
-        (parent / path).parent.mkdir(exist_ok=True)
-        (parent / path).touch()
-
-    tried: list[float] = []
-    genuine = os.unlink
-
-    def unlink(path: Any, **keywords: Any) -> None:
-        if path == "stuck":
-            tried.append(now)
-            raise PermissionError(1, "Operation not permitted")
-        genuine(path, **keywords)
-
-    monkeypatch.setattr("os.unlink", unlink)
-    for now in range(1000, 3000):
-        tidy(directories, now=now)
-
-    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
-    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
-    assert [path.name for path in parent.rglob("*")] == ["a", "stuck"]
-    (reason,) = (each.reason for each in directories.resisting.values())
-    assert caplog.messages == [f"{parent}/a cannot be emptied: {reason}"]
-
-    monkeypatch.setattr("os.unlink", genuine)
-    tidy(directories, now=4000.0)
-    assert not directories.resisting and not any(parent.iterdir())
-
-
-WITHOUT_CAPABILITIES = """
-import json, sys, ttdp
-directories = ttdp.Directories(ttdp.Settings(dev_root=sys.argv[1]))
-for now in (0.0, 1000.0):
-    directories.clear(directories.unnamed((), now), (), now, ttdp.Steps())
-print(json.dumps({path: each.reason for path, each in directories.resisting.items()}))
-"""
-
-
-@needs_root
-def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Path) -> None:
-    """The service is root without capabilities. What lies beside it is removed."""
-    for name in ("closed", "full", "open"):
-        (parent / name / "inner").mkdir(parents=True)
-        (parent / name / "inner/page").touch()
-        (parent / name / "page").touch()
-    for path, mode in {"closed": 0o700, "full/inner": 0o700, "open/inner": 0o777}.items():
-        os.chown(parent / path, OTHER, OTHER)
-        (parent / path).chmod(mode)
-    for path in ("closed", "full", "open"):
-        (parent / path).chmod(0o700 if path == "closed" else 0o777)
-
-    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
-    done = subprocess.run(
-        [*without, WITHOUT_CAPABILITIES, dev],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(ttdp.__file__).parent,
-    )
-    denied = "Permission denied"
-    assert json.loads(done.stdout) == {str(parent / name): denied for name in ("closed", "full")}
-    assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
-    assert not (parent / "open").exists()
-
-
-def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
-    """A runtime made what was missing, 0755, while the daemon was not there."""
-    (parent / "x").mkdir(mode=0o755)
-    parent.chmod(0o755)
-
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
-
-
-@needs_root
-def test_a_mode_that_a_container_has_changed_is_left_to_it(
-    directories: Directories, parent: Path
-) -> None:
-    """If its user has made the directory its own, who else may use it is that user's choice."""
-    directories.put_right(named(parent / "x"))
-
-    os.chown(parent / "x", OTHER, OTHER)
-    (parent / "x").chmod(0o700)
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o700
-
-
-def another_users(parent: Path, precious: Path) -> None:
-    precious.rename(parent)
-    os.chown(parent, OTHER, OTHER)
-
-
-def a_link(parent: Path, precious: Path) -> None:
-    parent.symlink_to(precious)
-
-
-@needs_root
-@pytest.mark.parametrize("make", [another_users, a_link])
-def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
-    directories: Directories, parent: Path, dev: Path, make: Callable[[Path, Path], None]
-) -> None:
-    """Whoever made it could put anything in the place of a container's directory."""
-    precious = dev / "precious"
-    (precious / "x").mkdir(parents=True)
-    (precious / "x/file").touch()
-    parent.rmdir()
-    make(parent, precious)
-
-    mounts = [Mount(str(parent.parent), "/dev/hugepages")]
-    with pytest.raises(OSError, match=str(parent)):
-        directories.make_for_hugepages("y", mounts)
-    with pytest.raises(OSError, match=str(parent)):
-        directories.put_right(named(parent / "y"))
-
-    tidy(directories)
-    assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+# -- locks without a daemon ------------------------------------------------------------------------
 
 
 def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
