@@ -159,6 +159,7 @@ async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_
 ) -> None:  # fmt: skip
     """Polls and pauses are an hour long. One line reports that there is no inotify instance."""
     monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr("ttdp.ROUND", 3600.0)
     if not has_inotify:  # there are 128 for each user, often used up on such nodes
         monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)
     daemon = await start(interval=3600)
