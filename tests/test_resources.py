@@ -123,6 +123,20 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     assert not any(name in line for line in log_lines(part, part))
 
 
+def test_a_chip_whose_device_file_was_never_valid_is_a_line_of_the_log() -> None:
+    """It is no device. Another reason for that is no other line."""
+    decisions = []
+    for why in ("does not exist", "is a link to nothing"):
+        function = chip(1).function._replace(file_fault=f"/dev/tenstorrent/0 {why}")
+        decisions.append(decide([chip(1)._replace(function=function, is_listed=False)]))
+    found, later = decisions
+
+    assert not found.resources
+    (line,) = log_lines(None, found)
+    assert line.startswith(f"{bdf(1)} (n150) is not advertised: device file is invalid: /dev/")
+    assert log_lines(found, later) == []
+
+
 @pytest.mark.parametrize(
     ("chips", "reason"),
     [
