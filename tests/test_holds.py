@@ -126,7 +126,7 @@ TABLE: list[tuple[Callable[[BookWorld], None], int]] = [
 def test_a_hold_is_current_by_the_table(
     world: BookWorld, row: Callable[[BookWorld], None], seconds: int
 ) -> None:
-    """See the head of HOLDS."""
+    """It is the table at the head of HOLDS in ttdp.py."""
     row(world)
 
     assert world.seconds(world.current) == seconds
