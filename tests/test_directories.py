@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import itertools
@@ -25,9 +26,9 @@ from generated import deviceplugin_pb2 as pb
 from tests.chips import bdf, chip, decide, hold
 from tests.conftest import StartDaemon, client, half_a_minute_later, polls
 from tests.world.book import BookWorld, entry
+from tests.world.checkpoint import Entry
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.pods import Container
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import (
@@ -54,6 +55,14 @@ def node(node: SimulatedNode) -> SimulatedNode:
     node.add("n150")
     node.set_hugepages(4)
     return node
+
+
+@pytest.fixture
+async def kubelet(kubelet: Kubelet) -> AsyncIterator[Kubelet]:
+    """No pod is killed."""
+    yield kubelet
+
+    assert kubelet.killed == []
 
 
 @pytest.fixture
@@ -130,6 +139,7 @@ async def test_configured_mounts_come_in_addition_or_in_the_place_of_a_directory
     """A mount at /dev/hugepages replaces that directory."""
     await start(mounts=(Mount("/srv", "/models"), Mount("/mine", "/dev/hugepages")))
     own = await run(kubelet, "pod")
+
     assert mounts(kubelet, "pod") == {
         "/models": Path("/srv"),
         "/dev/hugepages": Path("/mine"),
@@ -168,32 +178,12 @@ async def test_without_a_directory_allocate_is_refused_with_path_and_reason(
     obstacle.touch()
     await start()
     await kubelet.registered(N150)
+
     with pytest.raises(AdmissionError, match=f"{obstacle}: Not a directory"):
         await kubelet.admit("pod", "main", {N150: 1})
 
     obstacle.unlink()
     assert (await run(kubelet, "next")).is_dir()
-
-
-async def test_an_init_container_and_those_after_it_have_one_directory(
-    kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """The node has pages for one of them; what the first one leaves, the next one finds."""
-    await start()
-    await kubelet.registered(N150)
-    containers = [
-        Container("prepare", {N150: 1}, "init"),
-        Container("side", {N150: 1}, "restartable"),
-        Container("main", {}),
-    ]
-    await kubelet.admit_pod("train", containers)
-    own = pages_of(kubelet, "train", "prepare")
-    await kubelet.running("train", "prepare")
-    leave_pages(own)
-    await kubelet.running("train", "main")
-
-    assert pages_of(kubelet, "train", "side") == own
-    assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
 SHARED = Sharing(lock_dir="", resources=(SharedResource("n150", 2),))
@@ -206,7 +196,9 @@ async def test_containers_that_share_a_device_have_one_directory(
     daemon = await start(sharing=SHARED)
     shared = await run(kubelet, "one")
     leave_pages(shared)
+
     assert await run(kubelet, "two") == shared
+
     kubelet.delete("one")
     assert await run(kubelet, "three") == shared
     await for_a_while(daemon)
@@ -227,6 +219,7 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
     former = await run(kubelet, "one")
     leave_pages(former)
     await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+
     kubelet.delete("one")
     await until(lambda: not [*node.root.glob("sys/fs/cgroup/**/pod*")])
 
@@ -237,84 +230,6 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
     paths = [Path(each.host_path) for each in answer.container_responses[0].mounts]
     (given,) = (path for path in paths if path.parent == former.parent)
     assert given != former and not any(given.iterdir())
-
-
-# -- a successor finds the node's pages free -------------------------------------------------------
-
-
-@pytest.mark.parametrize("keeps_cgroup", [True, False])
-async def test_the_pages_of_a_pod_that_crashed_are_free_when_the_next_one_starts(
-    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, keeps_cgroup: bool
-) -> None:
-    """It is admitted at once: the kubelet gives a chip away before the former pod's cgroup goes."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    daemon = await start(interval=3600)
-    kubelet.keep_cgroups(keeps_cgroup)
-    former = await run(kubelet, "pod-0")
-    for number in range(3):
-        await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
-        leave_pages(former)
-        kubelet.delete(f"pod-{number}")
-        following = await run(kubelet, f"pod-{number + 1}")
-
-        assert following != former and not any(following.iterdir())
-        assert not former.exists() or not any(former.iterdir())
-
-        former = following
-
-
-async def test_a_pod_that_waits_sees_no_page_of_its_predecessor(
-    kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The former one was deleted by force and runs on; until its end it keeps its files."""
-    caplog.set_level("INFO")
-    await start()
-    former = await run(kubelet, "former")
-    leave_pages(former)
-    kubelet.force_delete("former")
-    await kubelet.admit("next", "main", {N150: 1})
-    await until(lambda: "container start waits" in caplog.text)
-    assert sorted(path.name for path in former.iterdir()) == PAGES
-
-    kubelet.end("former")
-    await kubelet.running("next", "main")
-    assert not former.exists() or not any(former.iterdir())
-    following = pages_of(kubelet, "next")
-    assert following != former and not any(following.iterdir())
-
-
-async def test_a_containers_own_files_stay_when_it_starts_again(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
-) -> None:
-    """Over restarts of the daemon, with its state file and without."""
-    daemon = await start(state_dir=str(short_tmp))
-    own = await run(kubelet, "train")
-    leave_pages(own)
-
-    for settings in ({"state_dir": str(short_tmp)}, {}):
-        await daemon.stop()
-        restarted = time.monotonic()
-        daemon = await start(**settings)
-        await kubelet.wait_for(functools.partial(kubelet.find, "registered", since=restarted))
-        await for_a_while(daemon)
-        kubelet.crash("train", "main")
-        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
-        assert sorted(path.name for path in own.iterdir()) == PAGES
-
-
-async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
-    kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runtimes resolve the paths of an answer each time that they create a container."""
-    monkeypatch.setattr(ttdp, "ROUND", 3600)
-    await start(interval=3600)
-    own = await run(kubelet, "train")
-    own.rmdir()
-    crashed = time.monotonic()
-    kubelet.crash("train", "main")
-    await kubelet.wait_for(functools.partial(kubelet.find, "running", since=crashed))
-
-    assert mode_of(own) == 0o777
 
 
 # -- a directory exists while a current hold names it ----------------------------------------------
@@ -340,9 +255,12 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     """Whatever the configuration says by now. A runtime would make it 0755, for root alone."""
     daemon = await start()
     own = await run(kubelet, "train")
+
     daemon.reload(hugepages="none")
     await until(lambda: daemon.notes.count("READY=1") == 2)
     assert mode_of(own) == 0o777
+
+    # hugetlbfs is empty after a boot. The kubelet starts when the daemon is ready.
     await kubelet.power_cut()
     await daemon.stop()
     for hugetlbfs in HUGETLBFS:
@@ -357,71 +275,24 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
         await kubelet.running("train", "main")
 
 
-async def test_nothing_is_removed_while_the_checkpoint_cannot_be_read(
-    kubelet: Kubelet, start: StartDaemon, hurried: None
+async def test_a_containers_own_files_stay_when_it_starts_again(
+    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None
 ) -> None:
-    """Until it can be read again, it is not known which pods there are."""
-    daemon = await start(interval=0.05)
+    """Over restarts of the daemon, with its state file and without."""
+    daemon = await start(state_dir=str(short_tmp))
     own = await run(kubelet, "train")
-    kubelet.corrupt("garbage")
-    await until(lambda: daemon.daemon.host.holds.problem)
-    kubelet.force_delete("train")
-    kubelet.end("train")
-    await for_a_while(daemon)
-    assert own.exists()
+    leave_pages(own)
 
-    kubelet.manager.prune()
-    await kubelet.manager.write_checkpoint()
-    await until(lambda: not own.exists())
+    for settings in ({"state_dir": str(short_tmp)}, {}):
+        await daemon.stop()
+        restarted = time.monotonic()
+        daemon = await start(**settings)
+        await kubelet.wait_for(functools.partial(kubelet.find, "registered", since=restarted))
+        await for_a_while(daemon)
 
-
-def test_nothing_is_removed_while_an_entry_cannot_be_read(dev: Path) -> None:
-    """A daemon that was installed anew does not know which directory its pod has."""
-    (dev / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / "x").mkdir(parents=True)
-    world = BookWorld(dev, now=time.monotonic())
-    host = ttdp.Host(world.settings, lambda: None)
-
-    def unnamed() -> set[str]:
-        host.refresh_holds(world.now, look=True)
-        return host.unnamed_directories(host.decide(world.now), world.now + 60)
-
-    odd = {**entry().json(), "DeviceIDs": [bdf(1)]}
-    data = {"PodDeviceEntries": [odd], "RegisteredDevices": {}}
-    world.put(json.dumps({"Data": data}).encode())
-    assert not unnamed()
-
-    world.write(entry())
-    assert len(unnamed()) == 1
-
-
-async def test_what_was_there_at_the_start_of_the_daemon_stays_for_half_a_minute(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, hurried: None
-) -> None:
-    """The checkpoint can be late. Then it goes, whatever its name: former ones are devices'."""
-    own = around(node) / "0000:01:00.0"
-    own.mkdir(parents=True)
-    own.parent.chmod(0o700)
-    daemon = await start(interval=0.05)
-    await run(kubelet, "train")
-    await polls(daemon)
-    assert own.exists()
-
-    with half_a_minute_later():
-        await until(lambda: not own.exists())
-
-
-async def test_nothing_is_removed_before_a_checkpoint_was_read(
-    node: SimulatedNode, start: StartDaemon, hurried: None
-) -> None:
-    """The kubelet has not started yet."""
-    own = around(node) / "x"
-    own.mkdir(parents=True)
-    own.parent.chmod(0o700)
-    daemon = await start(interval=0.05)
-    await until(lambda: daemon.notified("READY=1"))
-    await for_a_while(daemon)
-
-    assert own.exists()
+        kubelet.crash("train", "main")
+        await kubelet.wait_for(functools.partial(kubelet.find, "running", since=restarted))
+        assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
 async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
@@ -431,11 +302,14 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
     """Log and status show path and reason; devices and watchdog go on."""
     daemon = await start(interval=0.05)
     own = await run(kubelet, "train")
+
     own.rmdir()
     own.symlink_to("/")
     await until(lambda: "directory for containers cannot be used" in status(daemon))
+
     await polls(daemon)
     assert "cannot read" not in caplog.text and "internal error" not in caplog.text
+
     node.chips[0].vanish()
     await kubelet.wait_for(lambda: not kubelet.healthy(N150))
 
@@ -447,9 +321,10 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
 # -- locks -----------------------------------------------------------------------------------------
 
 
-def locked(short_tmp: Path, **more: Any) -> dict[str, Sharing]:
+def locked(short_tmp: Path) -> dict[str, Sharing]:
+    """Settings with a directory for locks, of a resource with four replicas."""
     entries = (SharedResource("n150", 4),)
-    return {"sharing": Sharing(lock_dir=f"{short_tmp}/locks", resources=entries, **more)}
+    return {"sharing": Sharing(lock_dir=f"{short_tmp}/locks", resources=entries)}
 
 
 async def mounts_of_new(kubelet: Kubelet, pod: str) -> list[tuple[str, str, bool]]:
@@ -490,8 +365,10 @@ async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_th
     await run(kubelet, "one")
     await run(kubelet, "two")
     shm = mounts(kubelet, "two")["/dev/shm"]
+
     assert shm == short_tmp / "locks/n150" and mode_of(shm) == 0o1777
     (shm / "lock").touch()
+
     kubelet.delete("one")
     await for_a_while(daemon)
     assert (shm / "lock").exists()
@@ -499,6 +376,7 @@ async def test_what_users_of_a_shared_device_left_in_dev_shm_is_removed_after_th
     shutil.rmtree(shm)
     await until(lambda: shm.exists() and mode_of(shm) == 0o1777)
     (shm / "lock").touch()
+
     kubelet.delete("two")
     await until(lambda: not any(shm.iterdir()))
     assert mode_of(shm) == 0o1777
@@ -512,31 +390,13 @@ async def test_locks_are_removed_after_users_that_ended_while_the_daemon_was_not
     await run(kubelet, "train")
     lock = mounts(kubelet, "train")["/dev/shm"] / "lock"
     lock.touch()
+
     await daemon.stop()
     await kubelet.remove_pod("train")
     await start(**locked(short_tmp))
+
     with half_a_minute_later():
         await until(lambda: not lock.exists())
-
-
-@pytest.mark.parametrize(
-    "changes", [{"resource_domain": "example.org"}, {"sharing": Sharing(lock_dir="")}]
-)
-async def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
-    kubelet: Kubelet, start: StartDaemon, short_tmp: Path, hurried: None, changes: dict[str, Any]
-) -> None:
-    """Until it has ended; by the path, which stands in its answer."""
-    daemon = await start(**locked(short_tmp))
-    await run(kubelet, "train")
-    shm = mounts(kubelet, "train")["/dev/shm"]
-    (shm / "lock").touch()
-    daemon.reload(**changes)
-    await until(lambda: daemon.notes.count("READY=1") == 2)
-    await for_a_while(daemon)
-    assert (shm / "lock").exists()
-
-    kubelet.delete("train")
-    await until(lambda: not (shm / "lock").exists())
 
 
 # -- directories without a daemon ------------------------------------------------------------------
@@ -598,50 +458,86 @@ def turns(directories: Directories, steps: int = ttdp.STEPS) -> int:
     return number
 
 
-def test_only_what_no_hold_names_is_removed(directories: Directories, parent: Path) -> None:
-    """Whatever it is, and whatever it is called."""
-    for name in ("0000:01:00.0", "0000:01:00.0-00ff", "unknown"):
-        (parent / name).mkdir()
-    (parent / "file").touch()
-    (parent / "link").symlink_to("/")
-    tidy(directories, named(parent / "0000:01:00.0"))
-
-    assert [path.name for path in parent.iterdir()] == ["0000:01:00.0"]
-
-
-def test_a_directory_that_a_hold_names_by_another_path_is_not_removed(
-    dev: Path, directories: Directories, parent: Path
-) -> None:
-    """An administrator has given one hugetlbfs both paths, after the answer."""
-    directories.put_right(named(parent / "x"))
-    (dev / "hugepages-1G").symlink_to("hugepages")
-
-    tidy(directories, named(parent / "x"))
-    assert (parent / "x").is_dir()
-    tidy(directories)
-    assert not (parent / "x").exists()
-
-
-def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
-    """What came later is not: it was made for an answer of this daemon."""
-    (parent / "before").mkdir()
-    directories = Directories(Settings(dev_root=str(dev)), began_at=100.0)
-    directories.make_for_hugepages("after", [ttdp.Mount(str(parent.parent), "/dev/hugepages-1G")])
-
-    tidy(directories, now=129.0)
-    assert [path.name for path in parent.iterdir()] == ["before"]
-
-    tidy(directories, now=130.0)
-    assert not any(parent.iterdir())
-
-
 def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
     """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
     elsewhere = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
     shutil.rmtree(parent.parent)
+
     for path in (parent, elsewhere):
         directories.put_right(named(path / "x"))
         assert not path.parent.exists()
+
+
+def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
+    """A runtime made what was missing, 0755, while the daemon was not there."""
+    (parent / "x").mkdir(mode=0o755)
+    parent.chmod(0o755)
+
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
+
+
+@needs_root
+def test_a_mode_that_a_container_has_changed_is_left_to_it(
+    directories: Directories, parent: Path
+) -> None:
+    """If its user has made the directory its own, who else may use it is that user's choice."""
+    directories.put_right(named(parent / "x"))
+
+    os.chown(parent / "x", OTHER, OTHER)
+    (parent / "x").chmod(0o700)
+    directories.put_right(named(parent / "x"))
+
+    assert mode_of(parent / "x") == 0o700
+
+
+def test_a_mode_that_cannot_be_put_right_is_an_error_of_that_path(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status shows it, and the command for the file system around it."""
+    (parent / "x").mkdir(mode=0o755)
+
+    def chmod(path: str, _: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr("os.chmod", chmod)
+    with pytest.raises(OSError, match=str(parent / "x")):
+        directories.put_right(named(parent / "x"))
+
+
+def another_users(parent: Path, precious: Path) -> None:
+    precious.rename(parent)
+    os.chown(parent, OTHER, OTHER)
+
+
+def a_link(parent: Path, precious: Path) -> None:
+    parent.symlink_to(precious)
+
+
+@needs_root
+@pytest.mark.parametrize("make", [another_users, a_link])
+def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
+    directories: Directories, parent: Path, dev: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """Whoever made it could put anything in the place of a container's directory."""
+    precious = dev / "precious"
+    (precious / "x").mkdir(parents=True)
+    (precious / "x/file").touch()
+    parent.rmdir()
+    make(parent, precious)
+
+    mounts = [Mount(str(parent.parent), "/dev/hugepages")]
+    with pytest.raises(OSError, match=str(parent)):
+        directories.make_for_hugepages("y", mounts)
+    with pytest.raises(OSError, match=str(parent)):
+        directories.put_right(named(parent / "y"))
+
+    tidy(directories)
+    assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+
+
+# -- what is removed -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -675,6 +571,7 @@ def test_a_tree_is_removed_however_deep_it_is(
 def test_many_files_are_removed_in_several_turns(directories: Directories, parent: Path) -> None:
     """A turn has one budget, whatever is to be removed: the loop has other work."""
     fill(parent, one=300, two=300)
+
     assert turns(directories, steps=100) == 6
     assert not any(parent.iterdir())
 
@@ -691,47 +588,17 @@ def test_a_large_directory_delays_no_other_one(directories: Directories, parent:
     assert all(len([*(parent / name).iterdir()]) < 100 for name in "ac")
 
 
-def test_what_a_start_waits_for_is_not_delayed_by_a_large_directory(
-    directories: Directories, parent: Path
+def test_a_directory_that_a_hold_names_by_another_path_is_not_removed(
+    dev: Path, directories: Directories, parent: Path
 ) -> None:
-    """The pages of the chip's former pod, whose hold is current still. Its directory stays."""
-    fill(parent, large=100, left=4)
-    for now in (1000.0, 1001.0):
-        with pytest.raises(OutOfSteps):
-            directories.clear([f"{parent}/large"], [f"{parent}/left"], now, RemovalSteps(10))
+    """An administrator has given one hugetlbfs both paths, after the answer."""
+    directories.put_right(named(parent / "x"))
+    (dev / "hugepages-1G").symlink_to("hugepages")
 
-    assert not any((parent / "left").iterdir()) and any((parent / "large").iterdir())
-
-
-async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible_caller(
-    dev: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its entry is missing for a moment, and no process shows that its hold is current."""
-    monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
-    (dev / "dev/hugepages-1G").mkdir(parents=True)
-    world = BookWorld(dev, now=time.monotonic() - 100)
-    host = ttdp.Host(world.settings, lambda: None)
-    world.book = host.holds
-    host.directories.unnamed((), world.now)
-    own = dev / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / "x"
-    train = entry(directory=own)
-    world.answer(train)
-    world.write(train)
-    world.make_cgroup()
-    world.look()
-    host.directories.put_right(world.current()[0])
-    leave_pages(own)
-    former = own.with_name("former")
-    fill(own.parent, former=1)
-    world.now = time.monotonic()
-    world.write()
-    assert not world.look()
-
-    with half_a_minute_later():
-        await ttdp.Allocator(host).wait_until_free(N150, train.held.ids)
-
-    assert not former.exists()
-    assert sorted(path.name for path in own.iterdir()) == PAGES
+    tidy(directories, named(parent / "x"))
+    assert (parent / "x").is_dir()
+    tidy(directories)
+    assert not (parent / "x").exists()
 
 
 def test_no_link_leads_out_of_a_directory(
@@ -745,6 +612,7 @@ def test_no_link_leads_out_of_a_directory(
     (parent / "x/link").symlink_to(precious)
     (parent / "x/inner/link").symlink_to(precious)
     (parent / "y").symlink_to(precious)
+
     tidy(directories)
 
     assert not any(parent.iterdir())
@@ -759,6 +627,7 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     for path in ("a/stuck", "a/other", "b/file"):
         (parent / path).parent.mkdir(exist_ok=True)
         (parent / path).touch()
+
     tried: list[float] = []
     genuine = os.unlink
 
@@ -771,6 +640,7 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     monkeypatch.setattr("os.unlink", unlink)
     for now in range(1000, 3000):
         tidy(directories, now=now)
+
     pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300]
     assert [path.name for path in parent.rglob("*")] == ["a", "stuck"]
@@ -780,6 +650,31 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     monkeypatch.setattr("os.unlink", genuine)
     tidy(directories, now=4000.0)
     assert not directories.resisting and not any(parent.iterdir())
+
+
+def test_what_resists_a_start_is_known_until_it_is_emptied(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pauses between the loop's attempts do not count for the next start."""
+    own = parent / "x"
+    directories.put_right(named(own))
+    leave_pages(own)
+    genuine = os.unlink
+
+    def unlink(path: Any, **_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def start(now: float) -> None:
+        directories.clear((), [str(own)], now, RemovalSteps())
+
+    monkeypatch.setattr("os.unlink", unlink)
+    start(1000.0)
+    tidy(directories, named(own), now=1001.0)
+    assert [*directories.resisting] == [str(own)]
+
+    monkeypatch.setattr("os.unlink", genuine)
+    start(1002.0)
+    assert not directories.resisting and not any(own.iterdir())
 
 
 def without_capabilities(dev: Path, script: str) -> str:
@@ -823,42 +718,6 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     assert not (parent / "open").exists()
 
 
-def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
-    """A runtime made what was missing, 0755, while the daemon was not there."""
-    (parent / "x").mkdir(mode=0o755)
-    parent.chmod(0o755)
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o777 and mode_of(parent) == 0o700
-
-
-@needs_root
-def test_a_mode_that_a_container_has_changed_is_left_to_it(
-    directories: Directories, parent: Path
-) -> None:
-    """If its user has made the directory its own, who else may use it is that user's choice."""
-    directories.put_right(named(parent / "x"))
-    os.chown(parent / "x", OTHER, OTHER)
-    (parent / "x").chmod(0o700)
-    directories.put_right(named(parent / "x"))
-
-    assert mode_of(parent / "x") == 0o700
-
-
-def test_a_mode_that_cannot_be_put_right_is_an_error_of_that_path(
-    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The status shows it, and the command for the file system around it."""
-    (parent / "x").mkdir(mode=0o755)
-
-    def chmod(path: str, _: int) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-
-    monkeypatch.setattr("os.chmod", chmod)
-    with pytest.raises(OSError, match=str(parent / "x")):
-        directories.put_right(named(parent / "x"))
-
-
 PUT_RIGHT = """
 names = [f"{parent}/{name}" for name in ("theirs", "roots")]
 directories.put_right(ttdp.Hold("", frozenset(), directories=tuple(names)))
@@ -880,34 +739,175 @@ def test_a_directory_that_a_container_has_closed_is_no_obstacle(dev: Path, paren
     assert mode_of(parent / "theirs") == 0 and mode_of(parent / "roots") == 0o1777
 
 
-def another_users(parent: Path, precious: Path) -> None:
-    precious.rename(parent)
-    os.chown(parent, OTHER, OTHER)
+# -- before a container starts ---------------------------------------------------------------------
 
 
-def a_link(parent: Path, precious: Path) -> None:
-    parent.symlink_to(precious)
+class StartingWorld(BookWorld):
+    """A book of holds, with directories, by which starts are allowed; there is no loop."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, now=time.monotonic() - 100)
+        (home / "dev/hugepages-1G").mkdir(parents=True)
+        self.host = ttdp.Host(self.settings, lambda: None)
+        self.began_at = time.monotonic()
+        self.book = self.host.holds
+
+    def directory(self, name: str) -> Path:
+        return self.home / "dev/hugepages-1G" / ttdp.OWN_DIRECTORY / name
+
+    def unnamed(self, *, seconds: float = 30.0) -> set[str]:
+        """Return the names of what can be removed so long after the daemon's start."""
+        self.look()
+        now = self.began_at + seconds
+        paths = self.host.unnamed_directories(self.host.decide(now), now)
+        return {Path(path).name for path in paths}
+
+    async def wait_until_free(self, given: Entry) -> None:
+        """Answer PreStartContainer for a container."""
+        await ttdp.Allocator(self.host).wait_until_free(given.resource, given.held.ids)
 
 
-@needs_root
-@pytest.mark.parametrize("make", [another_users, a_link])
-def test_a_directory_around_them_that_is_not_roots_own_is_not_used(
-    directories: Directories, parent: Path, dev: Path, make: Callable[[Path, Path], None]
+@pytest.fixture
+def world(dev: Path) -> StartingWorld:
+    return StartingWorld(dev)
+
+
+def test_nothing_is_removed_while_it_is_not_known_which_pods_there_are(
+    world: StartingWorld,
 ) -> None:
-    """Whoever made it could put anything in the place of a container's directory."""
-    precious = dev / "precious"
-    (precious / "x").mkdir(parents=True)
-    (precious / "x/file").touch()
-    parent.rmdir()
-    make(parent, precious)
+    """Without a checkpoint, while it cannot be read, and while the first one can be late.
 
-    mounts = [Mount(str(parent.parent), "/dev/hugepages")]
-    with pytest.raises(OSError, match=str(parent)):
-        directories.make_for_hugepages("y", mounts)
-    with pytest.raises(OSError, match=str(parent)):
-        directories.put_right(named(parent / "y"))
+    Only what this daemon has made for an answer is known at once.
+    """
+    former = world.directory("former")
+    former.mkdir(parents=True)
+    former.parent.chmod(0o700)
+    world.host.directories.make_for_hugepages("new", ttdp.hugetlbfs_mounts(world.settings))
+    assert world.unnamed() == set(), "no kubelet has started yet"
+
+    world.write()
+    assert world.unnamed(seconds=29.0) == {"new"}
+    assert world.unnamed() == {"former", "new"}
+
+    odd = {**entry().json(), "DeviceIDs": [bdf(1)]}
+    entries = {"PodDeviceEntries": [odd], "RegisteredDevices": {}}
+    for unreadable in (b"garbage", json.dumps({"Data": entries}).encode()):
+        world.put(unreadable)
+        assert world.unnamed() == set()
+
+        world.write()
+        assert world.unnamed() == {"former", "new"}
+
+
+async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible_caller(
+    world: StartingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry is missing for a moment, and no process shows that its hold is current."""
+    monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
+    own, former = world.directory("x"), world.directory("former")
+    train = entry(directory=own)
+    world.answer(train)
+    world.write(train)
+    world.make_cgroup()
+    world.look()
+    world.host.directories.put_right(world.current()[0])
+    leave_pages(own)
+    fill(own.parent, former=1)
+
+    world.now = time.monotonic()
+    world.write()
+    assert not world.look()
+
+    with half_a_minute_later():
+        await world.wait_until_free(train)
+
+    assert not former.exists()
+    assert sorted(path.name for path in own.iterdir()) == PAGES
+
+
+async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which_it_waited(
+    world: StartingWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That one's start was allowed while pages of others were removed."""
+    caplog.set_level("INFO")
+    mine = entry(directory=world.directory("mine"))
+    rival = entry(pod="rival", resource=f"{N150}a", directory=world.directory("rival"))
+    for each in (mine, rival):
+        world.answer(each)
+    world.write(mine, rival)
+    for each in (mine, rival):
+        world.make_cgroup(each.uid, "pause")
+    free_pages = ttdp.Allocator._free_pages
+
+    async def be_late(*arguments: Any) -> None:
+        await free_pages(*arguments)
+        monkeypatch.setattr(ttdp.Allocator, "_free_pages", free_pages)
+        assert world.start(rival) == "allowed"
+        world.host.directories.put_right(world.current()[-1])
+        leave_pages(world.directory("rival"))
+
+    monkeypatch.setattr(ttdp.Allocator, "_free_pages", be_late)
+    start = asyncio.create_task(world.wait_until_free(mine))
+    await until(lambda: "container start waits" in caplog.text)
+
+    world.make_cgroup("rival", "pause", "main")
+    world.look()
+    world.make_cgroup("rival")
+    world.host.refresh_holds(world.now, look=True)
+    await start
+
+    assert not any(world.directory("rival").iterdir())
+
+
+async def test_a_containers_directory_that_is_missing_is_made_before_it_starts(
+    world: StartingWorld,
+) -> None:
+    """Runtimes resolve the paths of an answer each time that they create a container."""
+    own = world.directory("x")
+    train = entry(directory=own)
+    world.answer(train)
+    world.write(train)
+
+    await world.wait_until_free(train)
+
+    assert mode_of(own) == 0o777
+
+
+async def test_a_start_does_not_wait_for_a_pod_that_has_ended_since_the_last_look_at_pods(
+    world: StartingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary hand-over waits for nothing."""
+    monkeypatch.setattr(ttdp, "START_TIMEOUT", 0)
+    first, heir = entry(), entry(pod="heir", resource=f"{N150}a")
+    world.run(first)
+    world.answer(heir)
+    world.write(first, heir)
+    world.make_cgroup(heir.uid, "pause")
+    world.look()
+    assert world.running() == {first.uid}
+
+    world.make_cgroup(first.uid)
+    await world.wait_until_free(heir)
+
+    assert world.running() == {heir.uid}
+
+
+# -- locks without a daemon ------------------------------------------------------------------------
+
+
+def test_a_pod_keeps_its_dev_shm_whatever_its_resource_is_called_by_now(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Until it has ended; by the path, which stands in its answer."""
+    shm = tmp_path / "locks/n150"
+    directories.make_for_locks(str(shm))
+    (shm / "lock").touch()
+
+    tidy(directories, hold("example.org/card", bdf(1), buses=[1])._replace(locks=str(shm)))
+    assert (shm / "lock").exists()
+
     tidy(directories)
-    assert (parent / "x/file").exists() and [*parent.iterdir()] == [parent / "x"]
+    assert shm.exists() and not any(shm.iterdir())
 
 
 def test_the_hosts_dev_shm_is_never_emptied(directories: Directories) -> None:
@@ -955,9 +955,3 @@ def test_only_directories_of_root_are_used_and_links_are_not_followed(
         Directories(Settings()).make_for_locks(f"{locks}/n150")
 
     assert mode_of(elsewhere) == 0o700 and not [*elsewhere.iterdir()]
-
-
-@pytest.fixture
-async def kubelet(kubelet: Kubelet) -> AsyncIterator[Kubelet]:
-    yield kubelet
-    assert kubelet.killed == []

@@ -29,11 +29,14 @@ async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
     wakes: list[bool] = []
     kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     monkeypatch.setattr(ttdp, "open_uevent_socket", lambda: SimulatedUevents(fileno=ours.detach()))
+
     uevents = ttdp.UeventSocket(lambda: wakes.append(True))
     uevents.open()
+
     kernel.send(message)
     kernel.send(b"last")
     await asyncio.sleep(0.01)
+
     uevents.close()
     kernel.close()
     return bool(wakes)
@@ -74,8 +77,10 @@ def alone(function: Callable[[], object]) -> bool:
     unshare = ["unshare", "--net"]
     if os.geteuid() != 0:
         unshare = ["unshare", "--user", "--map-root-user", "--net"]
+
     if (tried := finished([*unshare, "true"])).returncode:
         pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+
     call = f"from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
     ended = finished([*unshare, sys.executable, "-c", f"import json; {call}"])
     assert ended.returncode == 0, ended.stderr
@@ -96,12 +101,15 @@ def has_events(send: Callable[[socket.socket], object]) -> bool:
     async def receive() -> bool:
         events: list[bool] = []
         uevents = ttdp.UeventSocket(lambda: events.append(True))
+
         send(kernel)
         assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
+
         uevents.open()
         while select.select([kernel], [], [], 0)[0]:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
+
         uevents.close()
         return bool(events)
 
@@ -177,16 +185,22 @@ async def test_files_of_others_are_changes(tmp_path: Path) -> None:
     """Created, moved, deleted; not the end of the daemon's own sockets, nor the checkpoint."""
     own = tmp_path / "tt-n150.1-2.sock"
     own.touch()
+
     async with watched(tmp_path) as found:
         (tmp_path / "kubelet.sock").touch()
         assert await found.change()
+
         (tmp_path / "kubelet.sock").rename(tmp_path / "b")
         assert await found.change()
+
         (tmp_path / "b").unlink()
         assert await found.change()
+
+        # The kubelet writes a checkpoint under such a name, and renames it.
         (tmp_path / ".543210").touch()
         own.unlink()
         assert not await found.change()
+
         (tmp_path / ".543210").rename(tmp_path / ttdp.CHECKPOINT)
         assert not await found.change()
 
@@ -196,8 +210,10 @@ async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path
     async with watched(tmp_path) as found:
         for name in ("tt-n150.1-2.sock", ".543210"):
             (tmp_path / name).touch()
+
         await asyncio.sleep(0.01)
         assert not found.woken.is_set()
+
         (tmp_path / "other.sock").touch()
         assert await found.change()
 
@@ -228,6 +244,7 @@ async def test_a_new_directory_that_cannot_be_opened_ends_the_daemon(
     path = tmp_path / "a"
     async with watched(path) as found:
         path.rename(tmp_path / "b")
+
         with monkeypatch.context() as patch, pytest.raises(ttdp.DirectoryError) as error:
             patch.setattr("os.open", no_descriptors)
             found.directory.check()
@@ -242,9 +259,12 @@ async def test_a_watch_that_is_refused_is_tried_again(
         patch.setattr(ttdp._libc, "inotify_add_watch", lambda *_: -1)
         found = Watched(tmp_path)
         found.directory.open()
+
     assert f"cannot watch {tmp_path} (" in caplog.text and "polling instead" in caplog.text
+
     found.directory.check()
     found.directory.take_changes()
+
     (tmp_path / "kubelet.sock").touch()
     assert await found.change()
     found.directory.close()

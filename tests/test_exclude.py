@@ -99,6 +99,7 @@ def test_an_excluded_chip_without_a_driver_is_not_reported() -> None:
     """It was taken out of service for that, or for a virtual machine."""
     gone = chip(1, present=False)
     unbound = gone._replace(function=gone.function._replace(on_bus=True), is_listed=False)
+
     assert ttdp.driver_problem(decide([unbound])) is not None
     assert ttdp.driver_problem(decide([unbound], without(1))) is None
 
@@ -117,6 +118,7 @@ def test_cdi_has_an_excluded_chip_by_address_only() -> None:
         device["name"]: [node["path"] for node in device["containerEdits"]["deviceNodes"]]
         for device in spec["devices"]
     }
+
     one, two = "/dev/tenstorrent/0", "/dev/tenstorrent/1"
     assert paths == {bdf(1): [one], bdf(2): [two], "all": [one]}
 
@@ -189,6 +191,7 @@ def test_a_chip_that_another_plugins_pod_holds_is_in_service() -> None:
     """Under whatever name of our domain that plugin gave it."""
     theirs = hold("theirs", "0", buses=[2])._replace(is_ours=False)
     found = decide(FOUR, without(2, 3), [theirs])
+
     assert not found.is_out_of_service(bdf(2))
     assert found.is_out_of_service(bdf(3))
 
@@ -197,6 +200,7 @@ def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
     """Its serial number is of no use to anybody."""
     chips = [chip(bus, "p300c", ordinal=bus) for bus in (1, 2)]
     view = view_of(decide(chips, without(2, unit="board")))
+
     assert view["unplaced"].keys() == {bdf(1)}
 
 
@@ -257,26 +261,32 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     """A pod that has it keeps it; no other pod gets it; one line each way."""
     caplog.set_level("INFO")
     monkeypatch.setattr(ttdp, "ROUND", 0.1)
+
     labels = Path(outlets(short_tmp)["labels_dir"]) / ttdp.LABELS_FILE
     labels.parent.mkdir()
     first, second = node.add("p300c")
+
     daemon = await start()
     await kubelet.registered(P300)
     await kubelet.admit("train", "main", {P300: 1})
     await kubelet.running("train", "main")
+
     (mine,) = kubelet.allocated(P300)
     other = ({first.bdf, second.bdf} - {mine}).pop()
 
     daemon.reload(exclude=(mine, other))
     await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine})
     await until(lambda: "p300.count" not in labels.read_text())
+
     kubelet.crash("train", "main")
     await kubelet.wait_for(lambda: len(kubelet.find("running")) == 2)
+
     kubelet.delete("train")
     await until(lambda: P300 not in daemon.sessions)
 
     daemon.reload(exclude=())
     await kubelet.wait_for(lambda: kubelet.healthy(P300) == {mine, other})
+
     lines = [line for line in caplog.messages if "excluded" in line]
     assert len(lines) == 4 and sum("no longer" in line for line in lines) == 2
 

@@ -74,6 +74,7 @@ class Container:
         """Whether these are replicas of a device of which it has a replica, too."""
         mine = {each.partition("::")[0] for each in self.entry.held.ids if "::" in each}
         theirs = {each.partition("::")[0] for each in ids if "::" in each}
+
         return self.entry.resource == resource and not mine.isdisjoint(theirs)
 
 
@@ -132,6 +133,7 @@ class Node:
 
     def __init__(self, draw: Random, home: Path) -> None:
         (home / "dev/hugepages-1G").mkdir(parents=True)
+
         self.draw, self.home = draw, home
         self.story: list[str] = []
         self.kubelet = draw.choice(["prompt", "prompt", "late", "lossy"])
@@ -139,11 +141,13 @@ class Node:
         self.twins = 0.0 if self.kubelet == "late" else draw.choice([0.0, 0.5, 3.0])
         self.times = draw.choice([[0.2, 5.0], [0.2, 5.0, 20.0], [20.0]])
         self.reloads = draw.choice([0.0, 0.0, 0.7])
+
         self.decision = decide(draw.choice([ONE, ONE, [*ONE, *PAIR]]))
         self.settings = CONFIGURATIONS[0]
         self.world = BookWorld(home)
         self.start_directories()
         self.save()
+
         self.pods, self.memory, self.written = [], [], []
         self.unwritten_since: float | None = None
         self.older: bytes | None = None  # that lacks the pod which was admitted last
@@ -156,6 +160,7 @@ class Node:
         weights, names, happenings = zip(*self.moves(), strict=True)
         (number,) = self.draw.choices(range(len(names)), weights)
         self.story.append(f"{self.world.now:g} s: {names[number]}")
+
         happenings[number]()
 
         self.look()
@@ -172,6 +177,7 @@ class Node:
             if taken := self.free_ids(is_twin=True):  # kubernetes #137534
                 twin = "a pod is given another one's ID"
                 yield self.twins, twin, lambda: self.a_pod_is_admitted(taken, is_twin=True)
+
         for pod in self.pods:
             yield from self.moves_of_pod(pod)
 
@@ -182,11 +188,14 @@ class Node:
         yield 0.4, "the daemon restarts", self.the_daemon_restarts
         if self.has_saved_answers:
             yield 0.4, "the daemon is killed", self.the_daemon_is_killed
+
         if self.older is not None:
             yield 2, "an older writing lands", self.an_older_writing_lands
         yield 0.4, "the checkpoint is damaged", self.the_checkpoint_is_damaged
         if self.kubelet == "lossy":
             yield 0.4, "the kubelet restarts without its checkpoint", self.forget_all
+
+        # Afterwards only what stands in the checkpoint is known.
         if self.unwritten_since is None:
             yield 0.3, "the node reboots", self.the_node_reboots
             busy = [pod for pod in self.pods if pod.busy]
@@ -200,12 +209,14 @@ class Node:
             yield weight, f"{pod} goes on: {step.__name__}", lambda: step(pod)
         if pod.call:
             yield 0.5, f"{pod}: its call ends with an error", pod.end_call
+
         if pod.busy:
             yield 1, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
         if pod.lives and pod in self.written:
             yield 1, f"{pod} is deleted", lambda: pod.become("is deleted")
             weight = 8 if pod.waits else 3
             yield weight, f"{pod} is deleted by force", lambda: pod.become("was deleted by force")
+
         if self.can_call(pod):
             yield 0.5, f"{pod} is left alone", lambda: self.whoever_is_left_alone_may_start(pod)
 
@@ -228,12 +239,14 @@ class Node:
         self.look()
         for hold in self.decision.holds:
             self.directories.put_right(hold)
+
         self.clear()
 
     def clear(self, call: Call | None = None) -> None:
         book, now, holds = self.world.book, self.world.now, self.world.current()
         unnamed = set() if book.problem else self.directories.unnamed(holds, now)
         left_behind = book.left_behind(call, holds) if call else ()
+
         kept = call.directories if call else frozenset()
         self.directories.clear(unnamed - kept, left_behind, now, RemovalSteps())
 
@@ -242,13 +255,17 @@ class Node:
         book, call, container = self.world.book, pod.call, pod.waiting
         assert call and container
         self.look()
+
         if book.was_deleted(call, self.world.now):
             assert pod not in self.memory
             pod.call = None
             return True
+
+        # One of the possible callers is in the checkpoint, or was a moment ago.
         assert call.callers
         left_at = max(self.owners[each.hold.name].left_at for each in call.callers)
         assert self.unwritten_since is not None or self.world.now - left_at < MISSING_FOR
+
         if others := book.waits_for(call, self.decision.holds):
             running = {each.uid for each in self.pods if each.may_run}
             is_unknown = self.kubelet == "late"  # whose answer it was
@@ -259,12 +276,14 @@ class Node:
         for state in call.callers:
             self.directories.put_right(state.hold)
         self.clear(call)
+
         book.allow(call, self.world.now)
         self.save()
         for each in self.pods:
             each.may_run |= any(it.entry.held.ids == call.ids for it in each.containers)
         pod.call = None
         assert not [*self.pages_of_others(pod, container, call)]
+
         container.allowed_at = self.world.now
         container.cgroup = f"container-{next(self.numbers)}"
         container.state = "is created"
@@ -279,11 +298,13 @@ class Node:
         is_young = self.world.now - self.began_at < WRITTEN_WITHIN
         if self.world.book.problem or container.is_shared:
             return
+
         callers = {state.hold.pod for state in call.callers}
         for pod in self.pods:
             is_older = is_young and pod.answered_at < self.began_at
             if pod is mine or pod.busy or pod.uid in callers or is_older:
                 continue
+
             for each in pod.containers:
                 is_there = each.directory.is_dir() and not each.is_shared
                 is_others = each.directory != container.directory
@@ -295,6 +316,7 @@ class Node:
         self.drop_calls()
         if self.kubelet != "late":
             self.write()
+
         self.world = self.world.restarted()
         self.start_directories()
         self.the_daemon_looks()
@@ -329,6 +351,7 @@ class Node:
         if self.older is not None:
             self.world.put(self.older)
             self.the_daemon_looks()
+
         self.write()
         for pod in self.owners.values():
             pod.had_cgroup = pod.may_run = pod.has_cgroup
@@ -349,6 +372,7 @@ class Node:
         for pod in self.written:
             if pod not in self.memory:
                 pod.left_at = self.world.now
+
         self.written = [*self.memory]
         self.unwritten_since = self.older = None
         self.world.write(*(each.entry for pod in self.memory for each in pod.containers))
@@ -371,6 +395,7 @@ class Node:
             for each in pod.containers
             for ident in each.entry.held.ids
         }
+
         found = {}
         for name, resource in sorted(self.decision.resources.items()):
             healthy = sorted(each for each, device in resource.devices.items() if not device.reason)
@@ -381,9 +406,11 @@ class Node:
     def a_pod_is_admitted(self, free: dict[str, list[str]], *, is_twin: bool = False) -> None:
         draw = self.draw
         self.memory = self.remembered
+
         name = draw.choice([*free])
         is_one = is_twin or self.decision.resource(name).replicas
         ids = free[name][: 1 if is_one else draw.choice([1, 1, 2])]
+
         number = next(self.numbers)
         # A kubelet that remembers the former one gives it the same devices, without an Allocate.
         is_gone = all(each.uid != STATIC for each in (*self.pods, *self.memory))
@@ -397,13 +424,18 @@ class Node:
             return
         sets = {frozenset(each.entry.held.ids) for each in pod.containers}
         assert len({each.directory for each in pod.containers}) <= len(sets)
+
         if not is_twin and draw.random() < 0.1:
             return  # another plugin has refused the pod
+
         for other in self.memory if is_twin else ():
             if any(each.entry.held.ids & {*ids} for each in other.containers):
                 pod.twin, other.twin = other, pod
+
         self.pods.append(pod)
         self.memory.append(pod)
+
+        # The writing of a moment ago can still land after this one.
         if self.kubelet != "late":
             older = self.world.path.read_bytes()
             self.write()
@@ -417,14 +449,18 @@ class Node:
         world.now += 0.001  # no two answers are given at one moment
         self.look()
         ttdp.check_request(self.decision.resource(resource), [ids])
+
         hold = ttdp.Hold(resource, frozenset(ids), name=f"answer-{next(self.numbers)}")
         self.owners[hold.name] = pod
+
         name = world.book.directory_for(hold, world.now) or hold.name
         hugetlbfs = ttdp.hugetlbfs_mounts(world.settings)
         mounts = self.directories.make_for_hugepages(name, hugetlbfs)
+
         chips = self.decision.resource(resource).chips(ids)
         answer = ttdp.container_edits(chips, {}, self.settings, mounts, hold.name)
         hold = ttdp.read_answer(answer).of(resource, ids)
+
         world.book.add(hold, world.now)
         self.has_saved_answers = False
         pod.answered_at = world.now
@@ -440,11 +476,13 @@ class Node:
         """A pod that was forgotten is no possible caller, once its devices were given away."""
         self.look()
         assert pod.waiting
+
         entry = pod.waiting.entry
         resource, ids = entry.resource, frozenset(entry.held.ids)
         chips = frozenset(each.bdf for each in self.decision.resource(resource).chips(ids))
         pod.call = self.world.book.call(resource, ids, chips, self.world.now)
         pod.called_at, pod.waits = self.world.now, False
+
         for state in pod.call.callers if self.unwritten_since is None else ():
             caller = self.owners[state.hold.name]
             is_older = caller.answered_at < pod.answered_at
@@ -481,12 +519,15 @@ class Node:
     def next_step(self, pod: Pod) -> Callable[[Pod], object] | None:
         if pod.call:
             return self.answer
+
         if pod.busy:
             return (
                 self.a_container_runs if pod.busy.state == "is created" else self.a_container_ends
             )
+
         if not pod.lives:
             return self.the_cgroup_goes if pod.life == "has ended" else self.the_sandbox_ends
+
         if not pod.has_cgroup:
             return self.the_sandbox_starts
         return self.the_kubelet_calls if self.can_call(pod) else None
@@ -496,6 +537,7 @@ class Node:
         if not pod.has_cgroup:
             self.world.remove_cgroup(pod.uid)
             return
+
         names = [each.cgroup for each in pod.containers if each.state == "runs"]
         if pod.has_pause:
             names.append("pause")
@@ -510,9 +552,11 @@ class Node:
 
         directory = container.directory
         assert directory.is_dir() and directory.stat().st_mode & 0o7777 == 0o777
+
         found = {*directory.iterdir()}
         if pod.lives and not pod.twin and not container.is_shared:
             assert found == {path for path in pod.files if path.parent == directory}
+
         file = directory / str(pod.number)
         file.touch()
         pod.files.add(file)
@@ -546,9 +590,11 @@ class Node:
 
         if self.kubelet != "late":
             self.write()
+
         then = self.world.now + seconds
         if self.unwritten_since is not None and then - self.unwritten_since >= WRITTEN_WITHIN:
             self.write()
+
         for pod in self.pods:
             creating = pod.busy and pod.busy.state == "is created"
             if pod.busy and creating and then - pod.busy.allowed_at >= CREATED_WITHIN:
@@ -556,6 +602,7 @@ class Node:
 
         self.world.now = then
         self.the_daemon_looks()
+
         if seconds >= 5:
             self.world.book.note_ended_pods()
             self.save()
@@ -568,12 +615,14 @@ class Node:
         self.drop_calls()
         self.older = None
         self.pods = [pod for pod in self.pods if pod.lives]
+
         for pod in self.owners.values():
             pod.has_cgroup = pod.had_cgroup = pod.has_pause = pod.may_run = False
             pod.answered_at = -math.inf
             pod.files.clear()
             for each in pod.containers:
                 each.state = "waits"
+
         shutil.rmtree(self.world.cgroups)
         for directory in (self.home / "dev/hugepages-1G").iterdir():
             shutil.rmtree(directory)
@@ -592,6 +641,7 @@ class Node:
             if pod is not mine:
                 pod.life, pod.has_cgroup = "has ended", False
                 self.show(pod)
+
         self.pods = [mine]
         self.the_kubelet_forgets_and_writes()
         for _ in range(7):
@@ -639,6 +689,7 @@ class Node:
             if pod.may_run
         }
         cgroups = {pod.uid for pod in self.pods if pod.has_cgroup}
+
         for hold in self.decision.holds:
             pod = self.owners[hold.name]
             is_recent = self.world.now - pod.answered_at < WRITTEN_WITHIN
@@ -658,6 +709,7 @@ def home(caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_story_breaks_a_rule(seed: int, home: Path) -> None:
     """Whatever happens to pods, kubelet and daemon: see the rules in go_on()."""
+
     for number in range(STORIES):
         name = f"{seed}-{number}"
         node = Node(Random(name), home / name)

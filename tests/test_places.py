@@ -24,17 +24,12 @@ def board_ids(chips: Sequence[Chip]) -> list[str | None]:
     return [found[each.bdf].board_id for each in chips]
 
 
-def reasons(chips: Sequence[Chip]) -> list[str]:
-    return [place.unknown for place in ttdp.places(chips).values()]
-
-
 # -- cards with one chip ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("card", ["n150", "n300", "p150b"])
-def test_a_card_with_one_device_file_is_a_board_whatever_its_serial_is(card: str) -> None:
+def test_a_card_with_one_device_file_is_a_board_whatever_its_serial_is() -> None:
     """Hosts with six equal serials exist (tt-smi #243)."""
-    chips = [chip(bus, card, serial="1" * 16) for bus in (1, 2, 3)]
+    chips = [chip(bus, "p150b", serial="1" * 16) for bus in (1, 2, 3)]
     assert ttdp.places(chips) == {each.bdf: Place(each.bdf, 1, each.bdf) for each in chips}
 
 
@@ -44,6 +39,7 @@ def test_a_card_with_one_device_file_is_a_board_whatever_its_serial_is(card: str
 def test_the_two_chips_that_report_one_serial_are_a_p300() -> None:
     """They have nothing else in common, wherever they are."""
     chips = [p300(0x01), p300(0x91), p300(0x02, "2" * 16)]
+
     assert board_ids(chips) == [SERIAL, SERIAL, "2" * 16]
     assert {place.board_size for place in ttdp.places(chips).values()} == {2}
 
@@ -55,13 +51,11 @@ def test_a_p300_without_its_serial_waits() -> None:
     assert ttdp.places(chips) == {each.bdf: Place(each.bdf, 2, unknown=reason) for each in chips}
 
 
-@pytest.mark.parametrize("number", [3, 4])
-def test_chips_wait_if_more_than_two_report_one_serial(number: int) -> None:
+def test_chips_wait_if_more_than_two_report_one_serial() -> None:
     """Which two are a board is not known."""
-    chips = [p300(bus) for bus in range(1, number + 1)]
-    assert board_ids(chips) == [None] * number
-    reason = f"{number} chips report the serial number {SERIAL}, but a p300 has 2"
-    assert reasons(chips) == [reason] * number
+    chips = [p300(bus) for bus in (1, 2, 3)]
+    reason = f"3 chips report the serial number {SERIAL}, but a p300 has 2"
+    assert ttdp.places(chips) == {each.bdf: Place(each.bdf, 2, unknown=reason) for each in chips}
 
 
 def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
@@ -70,6 +64,7 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
     for bus in (1, 2, 3, 4):
         found = p300(bus)
         chips.append(found._replace(function=found.function.without_device_file()))
+
     assert board_ids(chips) == [None] * 4
 
 
@@ -88,11 +83,10 @@ def test_a_board_that_was_moved_and_is_absent_now_is_two_chips() -> None:
 # -- Galaxy ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("card", ["galaxy-wormhole", "galaxy-blackhole"])
-@pytest.mark.parametrize("serial", [None, SERIAL])
-def test_on_a_galaxy_the_address_is_the_place(card: str, serial: str | None) -> None:
+def test_on_a_galaxy_the_address_is_the_place() -> None:
     """The bus's high nibble is the tray, its low one the position; a serial means nothing."""
-    chips = [chip(bus, card, serial=serial) for bus in BUSES]
+    card = "galaxy-wormhole"
+    chips = [chip(bus, card, serial=SERIAL) for bus in BUSES]
 
     found = ttdp.places(chips)
 
@@ -112,7 +106,7 @@ def test_a_galaxy_in_another_pci_domain_has_other_trays() -> None:
     assert [place.board_id for place in found.values()] == ["0001:c0", "0000:c0"]
 
 
-@pytest.mark.parametrize("strange", [0x09, 0x00, 0x11, 0x20, 0xFF])
+@pytest.mark.parametrize("strange", [0x09, 0x00, 0x11])
 def test_if_one_galaxy_chip_is_on_another_bus_no_galaxy_chip_has_a_place(strange: int) -> None:
     """In a virtual machine the buses are the machine's; other cards have their boards."""
     chips = [chip(bus, "galaxy-blackhole") for bus in (0x01, 0x02, strange)]

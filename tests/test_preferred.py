@@ -94,6 +94,7 @@ def boards_of(layout: tuple[Spot, ...]) -> dict[Spot, object]:
     On a Galaxy it is the tray, by address; of a p300, the two chips that report one serial number.
     """
     serials = collections.Counter(spot.serial for spot in layout if spot.card == "p300c")
+
     boards: dict[Spot, object] = {}
     for spot in layout:
         boards[spot] = spot
@@ -173,6 +174,7 @@ def count_islands(trays: Collection[int]) -> int:
     """Into how many sets these trays fall between which none are neighbours."""
     left = {*trays}
     islands = 0
+
     while left:
         islands += 1
         reached = {left.pop()}
@@ -257,6 +259,7 @@ def test_the_more_important_rule_decides(rule: str) -> None:
     """Of two sets that differ in two rules."""
     best, others, taken = RULES[rule]
     available = [*best, *others]
+
     assert preferred([*available, *taken], available, [], len(best)) == ids_of(best)
 
 
@@ -265,6 +268,7 @@ def test_of_a_shared_device_an_occupied_id_is_the_last_choice() -> None:
     devices = resource([single(1), single(2)], replicas=2)
     one, two = bdf(1), bdf(2)
     occupied = [f"{one}::0"]
+
     for size, chosen in (
         (1, [f"{one}::1"]),
         (2, [f"{one}::1", f"{two}::0"]),
@@ -309,11 +313,14 @@ def test_the_answer_is_the_optimum_whatever_the_layout(
     """In any order of the question, with repetitions."""
     layout, available, must, size, occupied = question
     best = by_brute_force(*question)
+
     order.shuffle(available)
     order.shuffle(must)
+
     ids = [spot.id for spot in (*available, *available)]
     required = [spot.id for spot in (*must, *must)]
     found = ttdp.preferred_allocation(resource(layout), ids, required, size, ids_of(occupied))
+
     assert found == best
 
 
@@ -368,6 +375,7 @@ def compare_all(layout: Layout, devices: Resource) -> None:
         ids = ids_of(free)
         ranked = sorted(subsets(free), key=lambda chosen: cost(layout, free, chosen))
         best = [ids_of(chosen) for chosen in ranked]
+
         for size in range(1, len(free) + 1):
             for must in ([], *([each] for each in ids)):
                 wanted = next(each for each in best if len(each) == size and {*must} <= {*each})
@@ -401,6 +409,7 @@ def test_the_answer_is_the_optimum_for_whole_trays(numa: str) -> None:
 
     (devices,) = decide(chips, Settings(unit="board")).resources.values()
     assert [*devices.devices] == ["0000:00", "0000:40", "0000:80", "0000:c0"]
+
     renamed = dict(zip(ids_of(layout), devices.devices.values(), strict=True))
     compare_all(layout, replace(devices, devices=renamed))  # the same under the layout's IDs
 
@@ -426,6 +435,7 @@ def test_replicas_are_of_distinct_devices_then_the_least_used_then_neighbours(
     """Compared with every set of replicas."""
     layout, replicas, available, must, size = question
     found = ttdp.preferred_allocation(resource(layout, replicas), available, must, size)
+
     assert len(set(found)) == size and set(must) <= set(found) <= set(available)
 
     by_id = {spot.id: spot for spot in layout}
@@ -473,6 +483,7 @@ def test_the_number_of_steps_is_small_for_32_chips(layout: Layout) -> None:
     """Wherever they are: the number of sets of chips, or of NUMA nodes, is not."""
     devices = resource(layout)
     ids = [*devices.devices]
+
     for free in (ids, ids[::2], [*ids[:8], *ids[9:20], *ids[23:]]):
         for size in (1, 2, 4, 7, 8, 9, 12, 16, 17, 20, 25, 32):
             if size <= len(free):
@@ -485,6 +496,7 @@ def test_replicas_take_no_part_in_the_search(size: int) -> None:
     """32 chips of 100 replicas: a few steps for each ID, whatever their number is."""
     devices = resource(LAYOUTS_OF_32["Galaxy"], 100)
     ids = [*devices.devices]
+
     for free in (ids, ids[1::2] * 2):
         for must in ([], free[: size // 2], free[-size:]):
             if len({*must}) <= size <= len({*free}):

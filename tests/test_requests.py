@@ -112,8 +112,10 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
     chip, other = node.chips
     chip.by_pci.unlink()
     cdi = short_tmp / "cdi"
+
     daemon = await start(interval=0.1, device_list_strategy="cdi")
     await kubelet.registered(N150)
+
     file = f"{cdi}/tenstorrent.com-device.json"
     problem = f"pods cannot get devices through {file}: {cdi} does not exist"
     status = f"STATUS=2 × {N150}, 2 healthy; registered with kubelet"
@@ -183,6 +185,7 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     await kubelet.registered(N150)
     (old,) = plugin_sockets(directory)
     link = chip.by_pci.rename(node.root / "link")
+
     looks: list[str] = []
     genuine = ttdp.link_path
 
@@ -221,6 +224,7 @@ async def test_a_refusal_names_the_device(
     good, gone = (chip.bdf for chip in node.chips)
     await start(interval=3600)
     await kubelet.registered(N150)
+
     node.on_uevent = None
     node.chips[1].device_node.unlink()
 
@@ -251,6 +255,7 @@ async def test_random_bytes_and_half_open_connections_are_closed(
             client.connect(str(directory / name))
             if number % 2:
                 client.send(dice.randbytes(dice.randrange(1, 5000)))
+
         await kubelet.admit("pod", "main", {N150: 1})
         # Ours are open still; the server's ends go when their time for a handshake is over.
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(clients) + 1)
@@ -266,6 +271,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
     await start()
     await kubelet.registered(N150)
     (name,) = plugin_sockets(directory)
+
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.addFilter(ttdp._shorten_garbage)
@@ -293,6 +299,7 @@ async def test_a_request_for_thousands_of_containers_keeps_no_other_call_waiting
     entry = ttdp.SharedResource("n150", 1000)
     await start(sharing=ttdp.Sharing(lock_dir="", resources=(entry,)))
     await kubelet.registered(N150)
+
     ids = sorted(kubelet.healthy(N150))
     request: Any = allocation(*([each] for each in ids))
     if method == "GetPreferredAllocation":

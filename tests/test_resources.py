@@ -40,12 +40,17 @@ def ids(*arguments: Any) -> dict[str, list[str]]:
     return {name: [*each.devices] for name, each in listed(*arguments).items()}
 
 
+def log_lines(before: ttdp.Decision | None, after: ttdp.Decision) -> list[str]:
+    return [line for _, line in ttdp.changes(before, after)]
+
+
 @pytest.mark.parametrize("card", SUBSYSTEMS)
 def test_a_card_has_a_name_under_each_naming(card: str) -> None:
     """Board (no trailing letter), exact type or architecture; the firmware overrules PCI."""
     board = re.sub("^(p[13][05]0)[abc]$", r"\1", card)
     arch = chip(1, card).function.arch
     other = chip(1, "p150b" if arch == "blackhole" else "n150", card=card)
+
     for naming, name in {"board": board, "card": card, "arch": arch}.items():
         settings = Settings(resource_naming=naming)
         assert [*listed([chip(1, card)], settings)] == [*listed([other], settings)] == [name]
@@ -68,6 +73,7 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     nodes = [1, 0, None, 1, 0, 0, 1, 1]
     galaxy = [chip(0x41 + n, "galaxy-wormhole", numa_node=node) for n, node in enumerate(nodes)]
     chips = [chip(1), chip(2, fault=Kind.STALLED), chip(3, numa_node=0), *galaxy]
+
     resources = decide(chips, BOARD).resources.values()
     found = [each for resource in resources for each in resource.device_list.devices]
 
@@ -95,6 +101,7 @@ def tray(high: int, chips: range = range(1, 9), arch: str = "wormhole") -> list[
 def test_a_board_is_one_device_under_one_id() -> None:
     """A p300 by its serial, a Galaxy's tray by its buses, a card with one chip by its address."""
     chips = [p300(0x61), p300(0x62), chip(0x41), *tray(0xC), *tray(0, arch="blackhole")]
+
     assert reasons(chips, BOARD) == {
         "galaxy-blackhole-board": {"0000:00": None},
         "galaxy-wormhole-board": {"0000:c0": None},
@@ -110,11 +117,24 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     """So is its completion."""
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
     name = f"tenstorrent.com/p300-board {PAIR}"
-    lines = [line for _, line in ttdp.changes(None, part)]
 
-    assert f"{name} is unhealthy: only 1 of 2 chips found" in lines
-    assert f"{name} is complete" in [line for _, line in ttdp.changes(part, whole)]
-    assert not any(name in line for _, line in ttdp.changes(part, part))
+    assert f"{name} is unhealthy: only 1 of 2 chips found" in log_lines(None, part)
+    assert f"{name} is complete" in log_lines(part, whole)
+    assert not any(name in line for line in log_lines(part, part))
+
+
+def test_a_chip_whose_device_file_was_never_valid_is_a_line_of_the_log() -> None:
+    """It is no device. Another reason for that is no other line."""
+    decisions = []
+    for why in ("does not exist", "is a link to nothing"):
+        function = chip(1).function._replace(file_fault=f"/dev/tenstorrent/0 {why}")
+        decisions.append(decide([chip(1)._replace(function=function, is_listed=False)]))
+    found, later = decisions
+
+    assert not found.resources
+    (line,) = log_lines(None, found)
+    assert line.startswith(f"{bdf(1)} (n150) is not advertised: device file is invalid: /dev/")
+    assert log_lines(found, later) == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +171,6 @@ def shared(*entries: SharedResource, more: Any = None, **others: Any) -> Setting
 FOUR = [chip(bus, ordinal=bus - 1) for bus in (1, 2, 3, 4)]
 BDFS = [each.bdf for each in FOUR]
 TWICE = shared(SharedResource("n150", 2))
-HALF = shared(SharedResource("n150", 2, "half"))
 
 
 def test_devices_that_are_not_selected_stay_exclusive() -> None:
@@ -161,6 +180,7 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
     thirds = [f"{BDFS[1]}::{replica}" for replica in range(3)]
     chips = [*FOUR, chip(9, "n300")]  # of another name, which the entries do not share
     left = {"n300": [bdf(9)], "half": halves}
+
     assert ids(chips, shared(by_name)) == left | {"n150": [BDFS[1], BDFS[3]]}
     found = ids(chips, shared(by_name, SharedResource("n150", 3, "third", 1)))
     assert found == left | {"n150": [BDFS[3]], "third": thirds}
@@ -209,12 +229,13 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
 
     none = decide(FOUR, shared(SharedResource("p150", 2)))
     assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
-    assert none.offer.without_effect[0] in [line for _, line in ttdp.changes(None, none)]
+    assert none.offer.without_effect[0] in log_lines(None, none)
 
 
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
     """By an entry's `rename`, else by `rename_by_default`, which appends `.shared`."""
     renamed = {"rename_by_default": True}
+
     for entry, more, name in (
         (SharedResource("n150", 2), {}, "n150"),
         (SharedResource("n150", 2), renamed, "n150.shared"),
@@ -228,6 +249,7 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
     three = [f"{BDFS[0]}::0", f"{BDFS[0]}::1", f"{BDFS[1]}::0"]
     strict = listed(FOUR, TWICE)["n150"]
     ttdp.check_request(strict, [[one] for one in three])
+
     reason = "a container can request only 1 shared tenstorrent.com/n150, not 3"
 
     with pytest.raises(ttdp.RequestError, match=reason) as rejected:
@@ -254,17 +276,17 @@ REPLICAS = [f"{bdf(1)}::0", f"{bdf(1)}::1"]
         (Settings(), {}),
         (TWICE, {"n150": REPLICAS}),
         (ARCH, {"wormhole": [bdf(1)]}),
-        (HALF, {"half": REPLICAS}),
-        (Settings(resource_domain="example.org"), {"example.org/n150": [bdf(1)]}),
     ],
-    ids=["unchanged", "shared", "renamed", "shared and renamed", "another domain"],
+    ids=["unchanged", "shared", "renamed"],
 )
 def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withheld(
     settings: Settings, withheld: dict[str, list[str]]
 ) -> None:
     """A pod holds it until it ends, whatever the configuration; the reason names the pod."""
     found = reasons(FOUR, settings, [HELD])
+
     assert found["n150"][bdf(1)] is None
+
     unhealthy = {name: [key for key, why in each.items() if why] for name, each in found.items()}
     assert {name: keys for name, keys in unhealthy.items() if keys} == withheld
     texts = {why for each in found.values() for why in each.values() if why}
@@ -272,6 +294,15 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
 
     ended = decide(FOUR, settings)
     assert ended.resources is ended.offer.resources
+
+
+def test_a_device_that_is_withheld_is_a_line_of_the_log() -> None:
+    """So is the end of that."""
+    withheld, free = decide(FOUR, ARCH, [HELD]), decide(FOUR, ARCH)
+    name = f"tenstorrent.com/wormhole {bdf(1)}"
+
+    assert f"{name} is withheld: {HELD_REASON}" in log_lines(None, withheld)
+    assert log_lines(withheld, free) == [f"{name} is no longer withheld"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +315,7 @@ def test_an_id_that_a_pod_holds_stays_listed_and_the_chips_other_ids_are_withhel
     ],
     ids=["healthy", "stalled", "gone", "not on this node"],
 )
-@pytest.mark.parametrize("settings", [Settings(), ARCH, TWICE, HALF])
+@pytest.mark.parametrize("settings", [Settings(), ARCH, TWICE])
 def test_an_id_that_a_pod_holds_is_as_healthy_as_the_chips_of_the_pods_answer(
     chips: list[Chip], reason: str | None, settings: Settings
 ) -> None:
@@ -325,6 +356,7 @@ def test_a_board_that_a_pod_holds_has_all_its_chips_before_their_serials_are_kno
 ) -> None:
     """After a reboot a kubelet admits the pod again only if its device is healthy."""
     held = hold("p300-board", PAIR, buses=[1, 2])
+
     assert reasons(chips, settings, [held])["p300-board"][PAIR] == reason
 
 
@@ -337,6 +369,7 @@ def test_replicas_of_a_shared_device_do_not_withhold_each_other() -> None:
         ("other", f"{bdf(1)}::0", True),
     ):
         found = reasons(FOUR[:1], TWICE, [hold(resource, identifier, buses=[1])])["n150"]
+
         assert (found[f"{bdf(1)}::1"] is not None) is is_withheld
 
 
@@ -356,6 +389,7 @@ def test_another_plugins_ids_are_listed_only_under_our_names() -> None:
 def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
     """Whatever the order of the answer and of the checkpoint: a list is not sent again for it."""
     names = [f"{bdf(bus)}::{number}" for bus in (1, 2) for number in range(9)]
+
     for ids_of_pod in (names, names[::-1]):
         found = ids(FOUR, Settings(), [hold("old", *ids_of_pod, buses=[1, 2])])
         assert found["old"] == names
@@ -364,6 +398,7 @@ def test_the_ids_of_a_hold_are_listed_in_one_order() -> None:
 def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives_it() -> None:
     """The kubelet asks again for the ID of an init container that its pod reuses."""
     ttdp.check_request(listed(FOUR, Settings(), [HELD])["n150"], [[bdf(1)]])
+
     renamed = hold("wormhole", bdf(1), buses=[1])
     for settings, held, reason in (
         (TWICE, HELD, " is reserved for the pod that holds it"),
@@ -371,6 +406,7 @@ def test_an_id_that_a_pod_holds_is_allocated_again_while_the_configuration_gives
         (Settings(), renamed, ": held until default/train ends"),
     ):
         resource = listed(FOUR, settings, [held])["n150"]
+
         with pytest.raises(ttdp.RequestError, match=f"device {bdf(1)}{reason}") as rejected:
             ttdp.check_request(resource, [[bdf(1)]])
         assert rejected.value.args[0].name == "FAILED_PRECONDITION"
@@ -434,6 +470,7 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
     holds = data.draw(pods({**decide(before, former).resources}))
     decision = decide(after, now, holds)
     found, configured = decision.resources, decision.offer.resources
+
     for each in holds:
         held = [found[each.resource].devices[key] for key in each.ids]
         are_healthy = all(decision.chips[bdf].reason is None for bdf in each.chips)
@@ -442,12 +479,14 @@ def test_no_chip_of_a_pod_is_advertised_and_no_id_of_a_pod_is_missing(
             assert device.reason is None or not are_healthy
 
     assert all(found[name].devices.keys() >= configured[name].devices.keys() for name in configured)
+
     free = advertised(found, {(each.resource, key) for each in holds for key in each.ids})
     for name, device in free:
         replicas = {*ttdp.replica_ids(device.id, found[name].replicas)}
         for each in holds:
             shares_device = each.shares_device(name, replicas)
             assert shares_device or not each.chips & device.addresses
+
     for (name, one), (other_name, other) in itertools.combinations(free, 2):
         is_same = (name, one.id) == (other_name, other.id)
         assert is_same or not one.addresses & other.addresses
