@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import socket
 import time
 from collections import Counter
@@ -381,7 +380,7 @@ def test_every_metric_of_the_design_has_a_help_text_and_a_type() -> None:
 
 
 @hypothesis_settings(deadline=None)
-@given(st.text())
+@given(st.text('ab"\\\n\r\t\x00\x85é\u2028😀'))
 def test_a_label_can_have_any_value(value: str) -> None:
     """In one line; backslashes, quotes and newlines are escaped as the format requires."""
     found = Samples("tt_", {"x": "X."})
@@ -488,7 +487,7 @@ def descriptors(most: int) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncIterator[None]:
+async def burst(listening: CountingSocket, count: int) -> AsyncIterator[None]:
     """Have so many clients that connect at once, ask, and wait."""
     loop = asyncio.get_running_loop()
 
@@ -496,7 +495,7 @@ async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncI
         client.setblocking(False)
         with contextlib.suppress(OSError):  # it was closed already
             await loop.sock_connect(client, listening.getsockname())
-            await loop.sock_sendall(client, request)
+            await loop.sock_sendall(client, GET)
 
     with descriptors(4096), contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -522,16 +521,15 @@ async def served(
     assert complaints(caplog) == []
 
 
-@pytest.mark.parametrize("request_line", [b"", GET], ids=["idle", "asking"])
 async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notices(
-    served: CountingSocket, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, request_line: bytes
+    served: CountingSocket, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while a rendering takes long: the oldest is closed for the newest, which is answered."""
+    """Though a rendering takes long: the oldest is closed for the newest, which is answered."""
     is_read = asyncio.Event()
     monkeypatch.setattr(ttdp.Reporter, "_read_details", lambda *_: is_read.wait())
     monkeypatch.setattr(ttdp.SharedText, "TIMEOUT", 3600)
 
-    async with burst(served, 2000, request_line):
+    async with burst(served, 500):
         assert served.most == 32 and len(served.open) <= 32
         await kubelet.admit("pod", "main", {N150: 1})
 
@@ -540,19 +538,11 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
         assert served.most == 32
 
 
-def hung_up(clients: list[socket.socket]) -> int:
-    """Return how many of these the other side has closed; nothing is read from them."""
-    polled = select.poll()
-    for client in clients:
-        polled.register(client, 0)
-    return sum(bool(event & select.POLLHUP) for _, event in polled.poll(0))
-
-
 @pytest.mark.usefixtures("served")
-async def test_clients_of_the_view_that_never_read_cost_32_connections(
+async def test_a_client_of_the_view_that_stops_reading_delays_nobody(
     kubelet: Kubelet, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their view is larger than a socket's buffer. The loop goes on, and the next one is served."""
+    """Its view is larger than a socket's buffer. The loop goes on, and the next one is served."""
     genuine = ttdp.view_of_node
 
     def large(*arguments: Any, **named: Any) -> dict[str, Any]:
@@ -560,24 +550,23 @@ async def test_clients_of_the_view_that_never_read_cost_32_connections(
 
     monkeypatch.setattr(ttdp, "view_of_node", large)
     path = str(short_tmp / ttdp.STATUS_SOCKET)
-    with descriptors(4096), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(500)]
-        for client in clients:
-            await asyncio.to_thread(client.connect, path)
-        await until(lambda: hung_up(clients) >= 500 - 32)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        await asyncio.to_thread(client.recv, 1)
 
         await kubelet.admit("pod", "main", {N150: 1})
         reader, writer = await asyncio.open_unix_connection(path)
         view = json.loads(await asyncio.wait_for(reader.read(), PATIENCE))
         writer.close()
-        assert view["chips"] and hung_up(clients) <= 500 - 30  # room for one is always made
+
+    assert view["chips"]
 
 
 async def test_without_descriptors_the_server_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a line in the log and no traceback; then it answers the client that waits."""
-    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 1.0)
+    monkeypatch.setattr(ttdp.ConnectionServer, "RETRY_AFTER", 1.0)
     async with serving(render_at_once) as listening:
         with socket.create_connection(listening.getsockname()) as client:
             client.sendall(GET)
