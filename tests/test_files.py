@@ -14,7 +14,6 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, chip, hold, kind_of
-from tests.commands import host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
@@ -316,16 +315,6 @@ def test_what_another_user_plants_neither_delays_the_daemon_nor_stays(
         plant(path)
         at_once(lambda: file.keep(None))
         assert not os.path.lexists(path)
-
-
-def test_check_reports_what_is_planted_in_place_of_the_cdi_file(short_tmp: Path) -> None:
-    """Nor does it block."""
-    with host_with(short_tmp, "n150") as host:
-        host.cdi_file.parent.mkdir()
-        make_fifo(host.cdi_file)
-        answer = host.run("check")
-
-    assert ("FAIL", "CDI", f"{host.cdi_file} cannot be read: not a regular file") in answer.findings
 
 
 # -- the state file --------------------------------------------------------------------------------
