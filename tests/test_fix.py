@@ -200,33 +200,49 @@ def test_a_device_file_is_made_again(node: SimulatedNode, what: str) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o755
 
 
+BOARDS = [chip(1, "p300c", serial="0046"), chip(2, "p300c", serial="0046")]
+TRAY = chip(0xC1, "galaxy-wormhole")
+SEEN = view_of(decide([*BOARDS, TRAY], unsupported=("0000:05:00.0",)))
+
+
 @pytest.mark.parametrize(
-    ("address", "reason", "status"),
+    ("answer", "address", "line", "status"),
     [
-        ("0000:99:00.0", "'0000:99:00.0' was not seen since boot; run: tt-device-plugin list", 2),
-        ("a\x1b[2J", r"'a\x1b[2J' was not seen since boot", 2),
-        ("0046", "0046 is a board; give the address of a chip: 0000:01:00.0 or 0000:02:00.0", 2),
-        ("0000:C0", "0000:c0 is a board; give the address of a chip: 0000:c1:00.0", 2),
-        ("0000:05:00.0", "0000:05:00.0 is not supported: ", 1),
+        (ttdp.NOT_RUNNING, ADDRESS, "the service is not running; run: systemctl start tt-", 1),
+        (SEEN, "0000:05:00.0", "0000:05:00.0 is not supported: ", 1),
+        (SEEN, "0000:99:00.0", "'0000:99:00.0' was not seen since boot; run: tt-device-plugin", 2),
+        (SEEN, "a\x1b[2J", r"'a\x1b[2J' was not seen since boot", 2),
+        # A board's ID, which a tray has, too.
+        (SEEN, "0046", "0046 is a board; give the address of a chip: 0000:01:00.0 or 0000:02", 2),
+        (SEEN, "0000:C0", "0000:c0 is a board; give the address of a chip: 0000:c1:00.0", 2),
     ],
 )
-def test_an_address_that_is_none(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    address: str,
-    reason: str,
-    status: int,
-) -> None:
-    """One line, and status 2; of a board's ID, which a tray has too, its chips are named."""
-    chips = [chip(1, "p300c", serial="0046"), chip(2, "p300c", serial="0046")]
-    chips.append(chip(0xC1, "galaxy-wormhole"))
-    view = view_of(decide(chips, unsupported=("0000:05:00.0",)))
-    monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: view)
+def test_without_a_service_or_an_address_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    answer: Any, address: str, line: str, status: int,
+) -> None:  # fmt: skip
+    """One look instead would show neither a stalled heartbeat nor pods. 2 is a usage error."""
+    monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: answer)
 
     found = ttdp.fix(ttdp.Settings(), address, is_valid=True, says_yes=True)
 
+    (message,) = caplog.messages
+    assert (message.startswith(line), found) == (True, status)
+
+
+def test_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second is one line, which names the first."""
+    settings = ttdp.Settings(runtime_dir=str(tmp_path))
+    view = view_of(decide([chip(1)], settings))
+    monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: view)
+
+    with ttdp.locked(f"{tmp_path}/{ttdp.FIX_LOCK}"):
+        assert ttdp.fix(settings, ADDRESS, is_valid=True, says_yes=True) == 1
+
     (line,) = caplog.messages
-    assert (line.startswith(reason), found) == (True, status)
+    assert line.startswith(f"another fix is at work on this node: process {os.getpid()} ")
 
 
 def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,15 +496,6 @@ async def test_what_no_command_helps(host: Mended) -> None:
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_without_a_daemon_it_is_one_line(host: Mended) -> None:
-    """The view of one look does not know a stalled heartbeat, nor the pods."""
-    (chip,) = host.node.add("n150")
-    chip.unbind()
-    answer = await host.fix(chip, "--yes")
-    assert answer.err == "the service is not running; run: systemctl start tt-device-plugin\n"
-    assert (answer.out, host.controls.calls, answer.status) == ("", [], 1)
-
-
 async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
     stalled = await host.stalled()
@@ -499,7 +506,7 @@ async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
 
 
 async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
-    """For a step, and for the daemon's view; one line."""
+    """For a step, and for the daemon's view; in one line."""
     chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
     bind = host.node.root / "sys/bus/pci/drivers/tenstorrent/bind"
 
@@ -511,17 +518,6 @@ async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
         (line,) = answer.err.splitlines()
         assert line.endswith(" as root") and str(path) in line
         assert answer.status == 1
-
-
-async def test_one_at_a_time(host: Mended) -> None:
-    """The second is one line, which names the first."""
-    stalled = await host.stalled()
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
-        await terminal.shows(QUESTION)
-        answer = await host.fix(stalled, "--yes")
-    assert answer.err.startswith("another fix is at work on this node: process ")
-    assert len(answer.err.splitlines()) == 1
-    assert (answer.out, answer.status, host.controls.calls) == ("", 1, [])
 
 
 # -- the question ----------------------------------------------------------------------------------
