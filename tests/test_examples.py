@@ -23,6 +23,7 @@ def test_every_example_is_installed() -> None:
     examples -= {"tt-device-plugin.8"}
     for directory in ("pods", "rollout"):
         examples |= {f"{directory}/{path.name}" for path in (DEB / directory).iterdir()}
+
     assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
     assert {path.name for path in DEB.glob("*.md")} < listed("docs")
 
@@ -33,6 +34,7 @@ def test_the_first_configuration_sets_nothing(tmp_path: Path) -> None:
     assert all(line.startswith("#") for line in text.splitlines() if line)
     keys = re.findall(r"(?m)^#([a-z_]+) = ", text)
     assert {"unit", "resource_naming", "name", "replicas"} <= {*keys}
+
     blocks = ["\n".join(re.findall(r"(?m)^#(\S.*)$", block)) for block in text.split("\n\n")]
     for example in ("", *blocks, "\n".join(blocks)):
         (tmp_path / "config.toml").write_text(example)
