@@ -161,15 +161,10 @@ async def test_a_reload_moves_a_file_or_removes_it(
     await until(lambda: not features.exists())
 
 
-@pytest.mark.parametrize("is_booted", [False, True])
 async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
-    node: SimulatedNode,
-    start: StartDaemon,
-    places: dict[str, Path],
-    short_tmp: Path,
-    is_booted: bool,
+    node: SimulatedNode, start: StartDaemon, places: dict[str, Path], short_tmp: Path
 ) -> None:
-    """Also what the last daemon could not remove, and after a reboot."""
+    """Also what the last daemon could not remove."""
     node.add("n150")
     state = short_tmp / "state.json"
     none = dict.fromkeys(places, "")
@@ -181,8 +176,6 @@ async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
     for path in places.values():
         path.unlink()
         path.mkdir()  # which unlink() does not remove
-    if is_booted:
-        node.boot()
     later = await start(interval=0.05, state_dir=str(short_tmp), **none)
     await until(lambda: later.notified("READY=1"))
     await later.stop()
