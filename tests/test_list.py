@@ -465,14 +465,26 @@ async def test_unknown_users_are_a_question_mark(served: Served) -> None:
     assert await users(served) == ["?", "?", "?"]
 
 
-@pytest.mark.parametrize("comm", ["", None])
-def test_a_hidden_process_is_a_user(host: Host, comm: str | None) -> None:
-    """With hidepid (None), or without a name: its PID is shown."""
-    (chip,) = host.node.add("n150")
-    host.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)], comm or "")
-    if comm is None:
-        shutil.rmtree(host.node.root / "proc/7")
-    assert [row["USED BY"] for row in host.run("list").table] == ["?[7]"]
+def processes_on(card: Card) -> list[ttdp.ProcessRow]:
+    assert card.ordinal is not None
+    return ttdp.processes_on(settings_of(card.node, card.node.root), card.ordinal) or []
+
+
+def test_a_hidden_process_is_a_user(node: SimulatedNode) -> None:
+    """With hidepid, its PID is known."""
+    (card,) = node.add("n150")
+    node.start_process(7, "0::/user.slice\n", [str(card.device_node)], "hidden")
+    shutil.rmtree(node.root / "proc/7")
+
+    assert processes_on(card) == [{"pid": 7, "command": "?", "of_pod": False}]
+
+
+def test_of_many_users_of_a_chip_a_thousand_are_listed(node: SimulatedNode) -> None:
+    """Any process can open a device file without limit. They are more than a page of sysfs."""
+    (card,) = node.add("n150")
+    card.set_pids(range(1_000_000, 1_100_000))
+
+    assert [row["pid"] for row in processes_on(card)] == [*range(1_000_000, 1_001_000)]
 
 
 @pytest.mark.usefixtures("three")
@@ -690,17 +702,13 @@ async def test_a_daemon_of_another_version_is_not_asked(
 
 @contextlib.contextmanager
 def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
-    """Something else listens on the service's socket, and answers each connection with these."""
+    """Something else listens on the service's socket, and answers a connection with these."""
 
     def serve() -> None:
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                for answer in answers:
-                    connection.sendall(answer)
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            for answer in answers:
+                connection.sendall(answer)
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -708,7 +716,6 @@ def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield
-        listening.shutdown(socket.SHUT_RDWR)
         thread.join(PATIENCE)
 
 
@@ -737,19 +744,6 @@ def test_whatever_else_answers_on_the_services_socket_is_a_problem(
     assert found == ttdp.ServiceProblem("FAIL", text)
 
 
-def test_a_problem_with_the_service_is_one_line(mixed: Host) -> None:
-    """Then the node itself is looked at."""
-    path = mixed.root / "status.sock"
-    problem = f"does not answer on {path}: not a view of this program"
-
-    with answering(path, [b"[]"]):
-        found, check = mixed.run("list"), mixed.run("check")
-
-    assert found.err == f"the service {problem}, {ONE_LOOK}\n"
-    assert (len(found.table), found.status) == (4, 0)
-    assert (check.findings[1], check.err) == (("FAIL", "service", problem), "")
-
-
 def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
     """Else no daemon would be asked."""
     assert view_of(decide([])).keys() == ttdp.VIEW_KEYS
@@ -771,22 +765,10 @@ def test_a_service_that_says_nothing_is_a_problem(
 
 
 @pytest.mark.usefixtures("three")
-@pytest.mark.parametrize("variable", ["", "/run/another-service"])
-async def test_the_service_is_asked_where_it_is(served: Served, variable: str) -> None:
-    """Without RUNTIME_DIRECTORY, and in the shell of another service, which has its own."""
-    plain = Host(served.root, served.node, {"RUNTIME_DIRECTORY": variable} if variable else {})
+async def test_the_service_is_asked_where_it_is(served: Served) -> None:
+    """Also in the shell of another service, whose RUNTIME_DIRECTORY is another."""
+    elsewhere = Host(served.root, served.node, {"RUNTIME_DIRECTORY": "/run/another-service"})
 
-    answer = await plain.ask("list")
+    answer = await elsewhere.ask("list")
 
     assert (answer.err, [row["USED BY"] for row in answer.table]) == ("", ["-", "-", "-"])
-
-
-@pytest.mark.parametrize(("number", "listed"), [(700, 700), (100_000, 1000)])
-def test_of_many_users_of_a_chip_a_thousand_are_listed(
-    host: Host, number: int, listed: int
-) -> None:
-    """Any process can open a device file without limit; 700 PIDs are more than a page of sysfs."""
-    (chip,) = host.node.add("n150")
-    chip.set_pids(range(1_000_000, 1_000_000 + number))
-    (row,) = host.run("list", "--json").rows
-    assert [each["pid"] for each in row["processes"]] == [*range(1_000_000, 1_000_000 + listed)]
