@@ -126,7 +126,10 @@ def views() -> Iterator[dict[str, Any]]:
         yield view_of(decision, since)
 
 
-@pytest.mark.parametrize("view", [*views()])
+VIEWS = [*views()]
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_on_a_terminal_no_line_ends_inside_a_command(view: dict[str, Any]) -> None:
     """Each command stands on a line of its own, whole, in whatever width."""
     commands = {fault["command"] for fault in view["faults"].values()} - {""}
@@ -142,7 +145,7 @@ def test_on_a_terminal_no_line_ends_inside_a_command(view: dict[str, Any]) -> No
         assert max(map(len, table)) <= width
 
 
-@pytest.mark.parametrize("view", [*views()])
+@pytest.mark.parametrize("view", VIEWS)
 def test_in_a_pipe_nothing_is_wrapped_omitted_or_cut(view: dict[str, Any]) -> None:
     """Each reason is one line that ends in its command, so that `grep` gets all of it."""
     lines = [*ttdp.list_lines(view, None)]
@@ -154,7 +157,7 @@ def test_in_a_pipe_nothing_is_wrapped_omitted_or_cut(view: dict[str, Any]) -> No
             assert [line for line in lines if line.endswith(f"; run: {fault['command']}")]
 
 
-@pytest.mark.parametrize("view", [*views()])
+@pytest.mark.parametrize("view", VIEWS)
 def test_columns_that_do_not_fit_are_named(view: dict[str, Any]) -> None:
     """The least important ones go first; JSON has them."""
     for width in range(40, 131):

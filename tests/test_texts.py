@@ -36,6 +36,13 @@ def fenced(language: str, text: str = README) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
 
 
+def configured(directory: Path, text: str) -> ttdp.Settings:
+    """Return the settings from a file with this text; raises ConfigError."""
+    file = directory / "config.toml"
+    file.write_text(text)
+    return ttdp.load_settings({"config_file": str(file)}, {})
+
+
 def names(unit: str) -> Iterator[str]:
     """Yield every resource's name, without the domain."""
     for card in {*ttdp.CARDS.values()}:
@@ -67,10 +74,8 @@ def test_readmes_first_pod_is_the_shipped_one() -> None:
 
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
     """Each of them, as a file of its own, changes something."""
-    for number, block in enumerate(fenced("toml")):
-        file = tmp_path / f"{number}.toml"
-        file.write_text(block)
-        assert ttdp.load_settings({"config_file": str(file)}, {}) != ttdp.Settings(), block
+    for block in fenced("toml"):
+        assert configured(tmp_path, block) != ttdp.Settings(), block
 
 
 def test_readme_queries_are_tested() -> None:
@@ -158,9 +163,8 @@ def test_unit_is_ordered_before_every_kubelet_and_requires_none() -> None:
 def test_documented_configuration_is_valid(tmp_path: Path) -> None:
     """With all its lines in force: examples in its tables, defaults above them."""
     text = re.sub(r"(?m)^#(?=[a-z\[])", "", (DEB / "config.toml").read_text())
-    (tmp_path / "config.toml").write_text(text)
 
-    settings = ttdp.load_settings({"config_file": str(tmp_path / "config.toml")}, {})
+    settings = configured(tmp_path, text)
 
     assert settings.health != ttdp.HealthSettings()
     assert settings.sharing.resources and settings.mounts
@@ -168,6 +172,35 @@ def test_documented_configuration_is_valid(tmp_path: Path) -> None:
     default = ttdp.Settings()
     tables = {name: getattr(default, name) for name in ("health", "sharing", "mounts")}
     assert replace(settings, **tables) == default
+
+
+def listed(name: str) -> set[str]:
+    """Return the files that one of debhelper's lists installs, by their place in packaging/deb."""
+    lines = (DEB / name).read_text().split()
+    return {line.removeprefix("debian/") for line in lines}
+
+
+def test_every_example_is_installed() -> None:
+    """And every text; a file that is listed exists."""
+    examples = {path.name for path in DEB.glob("tt-device-plugin.*") if path.suffix != ".5"}
+    examples -= {"tt-device-plugin.8"}
+    for directory in ("pods", "rollout"):
+        examples |= {f"{directory}/{path.name}" for path in (DEB / directory).iterdir()}
+
+    assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
+    assert {path.name for path in DEB.glob("*.md")} < listed("docs")
+
+
+def test_the_first_configuration_sets_nothing(tmp_path: Path) -> None:
+    """It is valid as it is, and also if each of its examples is used: together or alone."""
+    text = (DEB / "config-at-first.toml").read_text()
+    assert all(line.startswith("#") for line in text.splitlines() if line)
+    keys = re.findall(r"(?m)^#([a-z_]+) = ", text)
+    assert {"unit", "resource_naming", "name", "replicas"} <= {*keys}
+
+    blocks = ["\n".join(re.findall(r"(?m)^#(\S.*)$", block)) for block in text.split("\n\n")]
+    for example in ("", *blocks, "\n".join(blocks)):
+        configured(tmp_path, example)
 
 
 def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
