@@ -291,12 +291,12 @@ class Mended(Served):
         await self.shows(chip, kind)
         return chip
 
-    async def stalled(self) -> Chip:
-        """Serve a chip whose firmware stops while the pod train-0 holds it."""
-        (chip,) = await self.add("n150")
+    async def dead(self) -> Chip:
+        """Serve a chip that stops responding while the pod train-0 holds it."""
+        (chip,) = await self.add("n150", health={}, interval=0.1)
         await self.admit(N150, "train-0")
-        chip.freeze()
-        await self.shows(chip, Kind.STALLED)
+        chip.die()
+        await self.shows(chip, Kind.NO_RESPONSE)
         return chip
 
     async def fix(self, chip: Chip, *words: str, **environ: str) -> Answer:
@@ -498,9 +498,9 @@ async def test_what_no_command_helps(host: Mended) -> None:
 
 async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     file = host.configure("unit = 7")
-    answer = await host.fix(stalled, "--yes", f"--config-file={file}")
+    answer = await host.fix(dead, "--yes", f"--config-file={file}")
     assert "unit" in answer.err and len(answer.err.splitlines()) == 1
     assert (len(host.controls.calls), answer.status) == (1, 0)
 
@@ -548,21 +548,21 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
 
 async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
     """Then nothing is done; status 1. (README's example has the short answer.)"""
-    stalled = await host.stalled()
+    dead = await host.dead()
 
     for typed in ("yesterday\n", "\x04"):  # which is the end of input
-        status, text = await host.answer(stalled, typed)
+        status, text = await host.answer(dead, typed)
         assert status == 1 and text.endswith("\nnothing is done\n")
     assert host.controls.calls == []
 
-    status, _ = await host.answer(stalled, " YES \n")
+    status, _ = await host.answer(dead, " YES \n")
     assert (host.controls.calls, status) == ([RESET], 0)
 
 
 async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> None:
     """Such as the rest of what was pasted."""
-    stalled = await host.stalled()
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    dead = await host.dead()
+    async with host.on_terminal("fix", dead.bdf) as terminal:
         terminal.type("y\n")
         await terminal.shows(QUESTION)
         terminal.type("n\n")
@@ -613,12 +613,15 @@ async def test_after_a_change_the_answer_was_for_another_step(
     host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
-    stalled = await host.stalled()
+    (chip,) = await host.add("n150")
+    await host.admit(N150, "train-0")
+    chip.freeze()  # a dead one would show another fault after the renumbering
+    await host.shows(chip, Kind.STALLED)
     (other,) = host.node.add("n150")
 
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    async with host.on_terminal("fix", chip.bdf) as terminal:
         assert asked in await terminal.shows(QUESTION)
-        await change(host, stalled, other)
+        await change(host, chip, other)
         terminal.type("y\n")
         second = await terminal.shows(QUESTION)
         terminal.type("n\n")
@@ -631,14 +634,14 @@ async def test_after_a_change_the_answer_was_for_another_step(
 
 async def test_the_service_ends_before_the_answer(host: Mended) -> None:
     """Nothing is done without its view."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     lost = host.root / "lost"  # the name is all that a connection needs
 
     def end_the_service(terminal: Terminal) -> None:
         (host.root / ttdp.STATUS_SOCKET).rename(lost)
         terminal.type("y\n")
 
-    status, text = await host.answer(stalled, end_the_service)
+    status, text = await host.answer(dead, end_the_service)
     assert "the service is not running; run: systemctl start" in text
     assert (host.controls.calls, status) == ([], 1)
 
@@ -709,9 +712,9 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
 
 async def test_a_missing_tt_smi(host: Mended) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
-    answer = await host.fix(stalled, "--yes", PATH=f"{host.root}:{os.environ['PATH']}")
+    answer = await host.fix(dead, "--yes", PATH=f"{host.root}:{os.environ['PATH']}")
     reason = f"tt-smi was not found in {host.node.root}/bin (sudo has a PATH of its own)\n"
     assert answer.out.endswith(reason) and answer.status == 1
 
@@ -737,10 +740,10 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
 
 async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.status = 1
 
-    answer = await host.fix(stalled, "--yes", TT_VISIBLE_DEVICES="0000:77:00.0", HOME="/nowhere")
+    answer = await host.fix(dead, "--yes", TT_VISIBLE_DEVICES="0000:77:00.0", HOME="/nowhere")
 
     assert {environ["HOME"] for environ in host.controls.environments} == {"/nowhere"}
     assert not any("TT_VISIBLE_DEVICES" in environ for environ in host.controls.environments)
@@ -749,19 +752,19 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
 
 async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.install("tt-smi", ignored=(signal.SIGINT, signal.SIGTERM))
     host.controls.hangs = True
     host.constants["ENDS_WITHIN"] = 0.3
 
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    async with host.on_terminal("fix", dead.bdf) as terminal:
         await terminal.shows(QUESTION)
         terminal.type("y\n")
         await until(lambda: host.controls.calls)
         terminal.type("\x03")
         assert await terminal.ended() == 130
 
-    assert "heartbeat stalled" in await terminal.shows("interrupted\n")
+    assert "chip does not respond" in await terminal.shows("interrupted\n")
     await until(lambda: host.controls.waiting == 0)
     assert terminal.text.endswith("pods that must be started again: default/train-0\n")
 
@@ -779,10 +782,10 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 
 async def test_an_interrupt_at_the_question(host: Mended) -> None:
     """Nothing is done; status 130."""
-    stalled = await host.stalled()
+    dead = await host.dead()
 
     for how, interrupt in INTERRUPTS.items():
-        status, _ = await host.answer(stalled, interrupt)
+        status, _ = await host.answer(dead, interrupt)
         assert (host.controls.calls, status) == ([], 130), how
 
 
@@ -815,11 +818,11 @@ async def test_an_interrupt_while_it_waits(host: Mended) -> None:
 
     With --yes, the command is shown on a terminal, and nothing is asked.
     """
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.reset = lambda chip: None
     host.constants["FOLLOWS_WITHIN"] = 600.0
 
-    async with host.on_terminal("fix", stalled.bdf, "--yes") as terminal:
+    async with host.on_terminal("fix", dead.bdf, "--yes") as terminal:
         await terminal.shows("done")
         terminal.type("\x03")
         assert await terminal.ended() == 130
