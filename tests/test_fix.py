@@ -267,7 +267,7 @@ class Mended(Served):
         """Add cards, start the daemon, and return the chips."""
         for card in cards:
             self.node.add(card)
-        await self.serve(**{"health": STALLS, **settings})
+        await self.serve(**settings)
         return self.node.chips
 
     async def admit(self, resource: str, *pods: str, number: int = 1) -> None:
@@ -293,7 +293,7 @@ class Mended(Served):
 
     async def dead(self) -> Chip:
         """Serve a chip that stops responding while the pod train-0 holds it."""
-        (chip,) = await self.add("n150", health={}, interval=0.1)
+        (chip,) = await self.add("n150", interval=0.1)
         await self.admit(N150, "train-0")
         chip.die()
         await self.shows(chip, Kind.NO_RESPONSE)
@@ -355,7 +355,7 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
-    other, chip = await host.add("n150", "n150")
+    other, chip = await host.add("n150", "n150", health=STALLS)
     await host.kubelet.registered(N150)
     host.controls.finds = {SECOND}
     breaks(chip)
@@ -375,9 +375,9 @@ async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
 
 
 async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
-    """A device file that is missing, and firmware that has stopped."""
+    """A device file that is missing, and a chip that does not respond."""
     can_make_device_files(host.node)
-    chip = await host.ill("n150", Chip.freeze, Kind.STALLED)
+    chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE)
     chip.device_node.unlink()
     await host.shows(chip, Kind.DEVICE_FILE)
 
@@ -528,7 +528,7 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
     """
-    _, chip = await host.add("n300", "n300")
+    _, chip = await host.add("n300", "n300", health=STALLS)
     await host.admit(N300, "train-0", "train-1")
     chip.freeze()
     await host.shows(chip, Kind.STALLED)
@@ -573,7 +573,7 @@ async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> 
 @pytest.mark.parametrize(
     ("breaks", "kind", "step"),
     [
-        (Chip.freeze, Kind.STALLED, "reset the chip with tt-smi"),
+        (Chip.die, Kind.NO_RESPONSE, "reset the chip with tt-smi"),
         (Chip.reset, Kind.RESETTING, Step.WAIT.value),
     ],
 )
@@ -613,7 +613,7 @@ async def test_after_a_change_the_answer_was_for_another_step(
     host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
-    (chip,) = await host.add("n150")
+    (chip,) = await host.add("n150", health=STALLS)
     await host.admit(N150, "train-0")
     chip.freeze()  # a dead one would show another fault after the renumbering
     await host.shows(chip, Kind.STALLED)
@@ -696,8 +696,8 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     chip.write("subsystem_device", b"0x0047\n")
     chip.write("tt_card_type", b"galaxy-blackhole\n")
     await host.add()
-    chip.freeze()
-    await host.shows(chip, Kind.STALLED)
+    chip.die()
+    await host.shows(chip, Kind.NO_RESPONSE)
 
     in_pipe = await host.fix(chip, "--yes")
     status, text = await host.answer(chip, "n\n", "--yes")
