@@ -224,7 +224,7 @@ def test_without_a_service_or_an_address_it_is_one_line(
     """One look instead would show neither a stalled heartbeat nor pods. 2 is a usage error."""
     monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: answer)
 
-    found = ttdp.fix(ttdp.Settings(), address, is_valid=True, says_yes=True)
+    found = ttdp.fix(ttdp.Settings(), address, is_valid=True, says_yes=False)
 
     (message,) = caplog.messages
     assert (message.startswith(line), found) == (True, status)
@@ -234,12 +234,12 @@ def test_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second is one line, which names the first."""
-    settings = ttdp.Settings(runtime_dir=str(tmp_path))
+    settings = ttdp.Settings(runtime_dir=str(tmp_path), sysfs_root=f"{tmp_path}/sys")
     view = view_of(decide([chip(1)], settings))
     monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: view)
 
     with ttdp.locked(f"{tmp_path}/{ttdp.FIX_LOCK}"):
-        assert ttdp.fix(settings, ADDRESS, is_valid=True, says_yes=True) == 1
+        assert ttdp.fix(settings, ADDRESS, is_valid=True, says_yes=False) == 1
 
     (line,) = caplog.messages
     assert line.startswith(f"another fix is at work on this node: process {os.getpid()} ")
