@@ -222,6 +222,16 @@ def test_the_id_of_a_board_has_a_column() -> None:
     assert f"{bdf(4)}: not advertised: waiting for the board's serial number" in answer.below
 
 
+def test_a_shared_device_has_the_number_of_its_replicas() -> None:
+    """Behind the resource's name."""
+    sharing = ttdp.Sharing(resources=(ttdp.SharedResource("n150", 4),))
+    view = view_of(decide([chip(1)], ttdp.Settings(sharing=sharing)))
+
+    (row,) = shown(view).table
+
+    assert row["RESOURCE"] == "n150 ×4"
+
+
 def test_a_sound_chip_that_is_held_under_another_name_is_withheld() -> None:
     """It is healthy; the pod is named in the table, below it, and in JSON."""
     settings = ttdp.Settings(resource_naming="card")
