@@ -33,7 +33,7 @@ Layout, by chapter of ttdp.py:
     COMMAND LINE                      test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
-    the package's files, make         test_postinst, test_sbom, test_examples, test_make
+    the package's files, make         test_postinst, test_sbom, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
 
 Where a new test goes: to the chapter that it is about, into the nearest world in which its promise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,43 @@ import ttdp
 from tests.commands import Answer, forked
 from tests.world.processes import environment, finished
 
+Parse = Callable[..., Answer]
+
 
 def run(*words: str, **environ: str) -> Answer:
     return forked(words, environment() | environ)
 
 
-def test_version_is_one_line() -> None:
+@pytest.fixture
+def parse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Parses words at which the program ends, on a wide terminal; returns what it has printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def parse(*words: str) -> Answer:
+        with pytest.raises(SystemExit) as end:
+            ttdp.parse_command_line(words)
+        out, err = capsys.readouterr()
+        return Answer(int(end.value.code or 0), out, err)
+
+    return parse
+
+
+def width(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+def test_version_is_one_line(parse: Parse) -> None:
     """The program's name and its version, on stdout."""
-    ended = run("--version")
+    ended = parse("--version")
     assert (ended.out, ended.status) == (f"tt-device-plugin {ttdp.__version__}\n", 0)
 
 
-def test_the_help_is_an_overview_of_the_commands() -> None:
-    """It has no options of commands, and says where these are."""
-    ended = run("--help")
+def test_the_help_is_an_overview_of_the_commands(parse: Parse) -> None:
+    """It has no options of commands, and says where these are; a manual can quote it."""
+    ended = parse("--help")
+
     assert ended.status == 0 and "COMMAND --help" in ended.out
+    assert width(ended.out) <= 80
 
     for name, command in ttdp.COMMANDS.items():
         assert f"  {name}  " in ended.out
@@ -36,9 +59,11 @@ def test_the_help_is_an_overview_of_the_commands() -> None:
 
 
 @pytest.mark.parametrize("name", ttdp.COMMANDS)
-def test_the_help_of_a_command_has_its_options_and_an_example(name: str) -> None:
+def test_the_help_of_a_command_has_its_options_and_an_example(parse: Parse, name: str) -> None:
     """Each with variable, default and valid values; and no options of other commands."""
-    text = run(name, "--help").out
+    text = parse(name, "--help").out
+
+    assert width(text) <= 80
     flags = re.findall(r"(?m)^  (--[a-z-]+)", text)
     assert flags == [*map(ttdp.flag_of, ttdp.COMMANDS[name].options)]
     assert text.endswith(f"example:\n  {ttdp.COMMANDS[name].example}\n")
@@ -46,12 +71,15 @@ def test_the_help_of_a_command_has_its_options_and_an_example(name: str) -> None
     for key in ttdp.COMMANDS[name].options:
         if key in ttdp.SWITCHES:
             continue
+
         default = getattr(ttdp.Settings(), key, ttdp.DEFAULT_CONFIG_FILE)
         shown = str(default).lower() if isinstance(default, bool) else default
         words = " ".join(text.split())
         assert f"default {shown} [{ttdp.variable_of(key)}]" in words
         if key in ttdp.KEYS and (choices := ttdp.KEYS[key].choices):
             assert f"{ttdp.flag_of(key)} {'|'.join(choices)} " in words
+        if key in ttdp.KEYS and ttdp.KEYS[key].is_switch:  # a space would make it the next word
+            assert f"  {ttdp.flag_of(key)}[=BOOL]\n" in text
 
 
 @pytest.mark.parametrize("name", ttdp.COMMANDS)
@@ -61,24 +89,13 @@ def test_the_example_of_a_command_works(name: str) -> None:
     assert program == "tt-device-plugin" and ttdp.parse_command_line(words)[0] == name
 
 
-def test_the_help_shows_how_a_switch_gets_a_value() -> None:
-    """Without a space, which separates it from the next word."""
-    assert "  --fail-on-init-error[=BOOL]\n" in run("run", "--help").out
-
-
-@pytest.mark.parametrize("words", [[], *([name] for name in ttdp.COMMANDS)])
-def test_help_fits_80_columns(words: list[str]) -> None:
-    """However wide the terminal is, so that a manual can quote it."""
-    assert max(map(len, run(*words, "--help", COLUMNS="200").out.splitlines())) <= 80
-
-
-def test_no_command_is_the_help_on_stderr() -> None:
+def test_no_command_is_the_help_on_stderr(parse: Parse) -> None:
     """With status 2: a daemon starts only by `run`. The last line says what is missing."""
-    ended = run()
+    ended = parse()
     assert (ended.status, ended.out) == (2, "")
 
     missing = "tt-device-plugin: a command is missing: run, list, check or fix"
-    assert ended.err == f"{run('--help').out}\n{missing}\n"
+    assert ended.err == f"{parse('--help').out}\n{missing}\n"
 
 
 @pytest.mark.parametrize(
@@ -98,9 +115,10 @@ def test_no_command_is_the_help_on_stderr() -> None:
         (["--unit", "board", "run"], "invalid choice: 'board'"),
     ],
 )
-def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
+def test_unknown_words_are_a_usage_error(parse: Parse, words: list[str], reason: str) -> None:
     """Status 2 and the usage, before anything else happens."""
-    ended = run(*words)
+    ended = parse(*words)
+
     assert (ended.status, ended.out) == (2, "")
 
     usage, error = ended.err.splitlines()
@@ -112,31 +130,26 @@ def test_unknown_words_are_a_usage_error(words: list[str], reason: str) -> None:
     assert error.partition(": error: ")[2].removeprefix("argument command: ").startswith(reason)
 
 
-INVALID = [
-    (["--unit=boards"], {}, "--unit: 'boards' is not valid; must be chip or board"),
-    ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
-]
-
-
-@pytest.mark.parametrize(("words", "environ", "text"), INVALID)
-def test_a_bad_value_is_status_78_and_one_line(
-    words: list[str], environ: dict[str, str], text: str
+@pytest.mark.parametrize(("command", "status"), [("run", 78), ("list", 1)])
+@pytest.mark.parametrize(
+    ("words", "environ", "text"),
+    [
+        (["--unit=boards"], {}, "--unit: 'boards' is not valid; must be chip or board"),
+        ([], {"TTDP_UNIT": "boards"}, "TTDP_UNIT: 'boards'"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_a_status(
+    command: str, status: int, words: list[str], environ: dict[str, str], text: str
 ) -> None:
-    """The line has the flag, the variable or the file, and the valid values."""
-    ended = run("run", *words, **environ)
-    (line,) = ended.err.splitlines()
-    assert (ended.status, ended.out) == (78, "") and text in line
+    """Of the daemon, it is one after which systemd does not try again.
 
-
-@pytest.mark.parametrize("command", ["list", "check"])
-@pytest.mark.parametrize(("words", "environ", "text"), INVALID)
-def test_other_commands_end_with_status_1_and_one_line(
-    command: str, words: list[str], environ: dict[str, str], text: str
-) -> None:
-    """They cannot know which node is meant. (An invalid file is no reason to end.)"""
+    Other commands cannot know which node is meant. (An invalid file is no reason to end.)
+    """
     ended = run(command, *words, **environ)
+
     (line,) = ended.err.splitlines()
-    assert (ended.status, ended.out) == (1, "") and line.startswith(text)
+    assert (ended.status, ended.out) == (status, "") and text in line
+    assert line.startswith(text) is (command != "run"), "the daemon's lines begin with the time"
 
 
 def test_check_warns_of_an_unknown_variable() -> None:

@@ -200,26 +200,49 @@ def test_a_device_file_is_made_again(node: SimulatedNode, what: str) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o755
 
 
+BOARDS = [chip(1, "p300c", serial="0046"), chip(2, "p300c", serial="0046")]
+TRAY = chip(0xC1, "galaxy-wormhole")
+SEEN = view_of(decide([*BOARDS, TRAY], unsupported=("0000:05:00.0",)))
+
+
 @pytest.mark.parametrize(
-    ("address", "reason", "status"),
+    ("answer", "address", "line", "status"),
     [
-        ("0000:99:00.0", "'0000:99:00.0' was not seen since boot; run: tt-device-plugin list", 2),
-        ("a\x1b[2J", r"'a\x1b[2J' was not seen since boot", 2),
-        ("0046", "0046 is a board; give the address of a chip: 0000:01:00.0 or 0000:02:00.0", 2),
-        ("0000:C0", "0000:c0 is a board; give the address of a chip: 0000:c1:00.0", 2),
-        ("0000:05:00.0", "0000:05:00.0 is not supported: ", 1),
+        (ttdp.NOT_RUNNING, ADDRESS, "the service is not running; run: systemctl start tt-", 1),
+        (SEEN, "0000:05:00.0", "0000:05:00.0 is not supported: ", 1),
+        (SEEN, "0000:99:00.0", "'0000:99:00.0' was not seen since boot; run: tt-device-plugin", 2),
+        (SEEN, "a\x1b[2J", r"'a\x1b[2J' was not seen since boot", 2),
+        # A board's ID, which a tray has, too.
+        (SEEN, "0046", "0046 is a board; give the address of a chip: 0000:01:00.0 or 0000:02", 2),
+        (SEEN, "0000:C0", "0000:c0 is a board; give the address of a chip: 0000:c1:00.0", 2),
     ],
 )
-def test_an_address_that_is_none(address: str, reason: str, status: int) -> None:
-    """Status 2; of a board's ID, which a tray has too, its chips are named."""
-    chips = [chip(1, "p300c", serial="0046"), chip(2, "p300c", serial="0046")]
-    chips.append(chip(0xC1, "galaxy-wormhole"))
-    view = view_of(decide(chips, unsupported=("0000:05:00.0",)))
+def test_without_a_service_or_an_address_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    answer: Any, address: str, line: str, status: int,
+) -> None:  # fmt: skip
+    """One look instead would show neither a stalled heartbeat nor pods. 2 is a usage error."""
+    monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: answer)
 
-    with pytest.raises(ttdp.Refusal) as refusal:
-        ttdp.row_of(view, address)
+    found = ttdp.fix(ttdp.Settings(), address, is_valid=True, says_yes=False)
 
-    assert (str(refusal.value).startswith(reason), refusal.value.status) == (True, status)
+    (message,) = caplog.messages
+    assert (message.startswith(line), found) == (True, status)
+
+
+def test_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second is one line, which names the first."""
+    settings = ttdp.Settings(runtime_dir=str(tmp_path), sysfs_root=f"{tmp_path}/sys")
+    view = view_of(decide([chip(1)], settings))
+    monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: view)
+
+    with ttdp.locked(f"{tmp_path}/{ttdp.FIX_LOCK}"):
+        assert ttdp.fix(settings, ADDRESS, is_valid=True, says_yes=False) == 1
+
+    (line,) = caplog.messages
+    assert line.startswith(f"another fix is at work on this node: process {os.getpid()} ")
 
 
 def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +267,7 @@ class Mended(Served):
         """Add cards, start the daemon, and return the chips."""
         for card in cards:
             self.node.add(card)
-        await self.serve(**{"health": STALLS, **settings})
+        await self.serve(**settings)
         return self.node.chips
 
     async def admit(self, resource: str, *pods: str, number: int = 1) -> None:
@@ -268,12 +291,12 @@ class Mended(Served):
         await self.shows(chip, kind)
         return chip
 
-    async def stalled(self) -> Chip:
-        """Serve a chip whose firmware stops while the pod train-0 holds it."""
-        (chip,) = await self.add("n150")
+    async def dead(self) -> Chip:
+        """Serve a chip that stops responding while the pod train-0 holds it."""
+        (chip,) = await self.add("n150", interval=0.1)
         await self.admit(N150, "train-0")
-        chip.freeze()
-        await self.shows(chip, Kind.STALLED)
+        chip.die()
+        await self.shows(chip, Kind.NO_RESPONSE)
         return chip
 
     async def fix(self, chip: Chip, *words: str, **environ: str) -> Answer:
@@ -332,7 +355,7 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
-    other, chip = await host.add("n150", "n150")
+    other, chip = await host.add("n150", "n150", health=STALLS)
     await host.kubelet.registered(N150)
     host.controls.finds = {SECOND}
     breaks(chip)
@@ -352,9 +375,9 @@ async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
 
 
 async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
-    """A device file that is missing, and firmware that has stopped."""
+    """A device file that is missing, and a chip that does not respond."""
     can_make_device_files(host.node)
-    chip = await host.ill("n150", Chip.freeze, Kind.STALLED)
+    chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE)
     chip.device_node.unlink()
     await host.shows(chip, Kind.DEVICE_FILE)
 
@@ -473,52 +496,28 @@ async def test_what_no_command_helps(host: Mended) -> None:
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_without_a_daemon_it_is_one_line(host: Mended) -> None:
-    """The view of one look does not know a stalled heartbeat, nor the pods."""
-    (chip,) = host.node.add("n150")
-    chip.unbind()
-    answer = await host.fix(chip, "--yes")
-    assert answer.err == "the service is not running; run: systemctl start tt-device-plugin\n"
-    assert (answer.out, host.controls.calls, answer.status) == ("", [], 1)
-
-
-async def test_an_unknown_address_is_one_line(host: Mended) -> None:
-    """Status 2, as of a usage error."""
-    await host.add("n150")
-    answer = await host.ask("fix", "0000:99:00.0", "--yes")
-    text = "'0000:99:00.0' was not seen since boot; run: tt-device-plugin list\n"
-    assert (answer.out, answer.err, answer.status) == ("", text, 2)
-
-
 async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     file = host.configure("unit = 7")
-    answer = await host.fix(stalled, "--yes", f"--config-file={file}")
+    answer = await host.fix(dead, "--yes", f"--config-file={file}")
     assert "unit" in answer.err and len(answer.err.splitlines()) == 1
     assert (len(host.controls.calls), answer.status) == (1, 0)
 
 
-@pytest.mark.parametrize("place", ["status.sock", "sys/bus/pci/drivers/tenstorrent/bind"])
-async def test_who_may_not_is_told_to_be_root(host: Mended, place: str) -> None:
-    """For the daemon's view, and for a step; one line."""
+async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
+    """For a step, and for the daemon's view; in one line."""
     chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
-    path = (host.root if place == "status.sock" else host.node.root) / place
-    path.chmod(0)
-    answer = await asyncio.to_thread(host.run_as_process, "fix", chip.bdf, "--yes", as_other=True)
-    assert answer.err.endswith(" as root\n") and str(path) in answer.err
-    assert len(answer.err.splitlines()) == 1 and answer.status == 1
+    bind = host.node.root / "sys/bus/pci/drivers/tenstorrent/bind"
 
+    for path in (bind, host.root / ttdp.STATUS_SOCKET):
+        path.chmod(0)
+        words = ("fix", chip.bdf, "--yes")
+        answer = await asyncio.to_thread(host.run_as_process, *words, as_other=True)
 
-async def test_one_at_a_time(host: Mended) -> None:
-    """The second is one line, which names the first."""
-    stalled = await host.stalled()
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
-        await terminal.shows(QUESTION)
-        answer = await host.fix(stalled, "--yes")
-    assert answer.err.startswith("another fix is at work on this node: process ")
-    assert len(answer.err.splitlines()) == 1
-    assert (answer.out, answer.status, host.controls.calls) == ("", 1, [])
+        (line,) = answer.err.splitlines()
+        assert line.endswith(" as root") and str(path) in line
+        assert answer.status == 1
 
 
 # -- the question ----------------------------------------------------------------------------------
@@ -529,7 +528,7 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
     """
-    _, chip = await host.add("n300", "n300")
+    _, chip = await host.add("n300", "n300", health=STALLS)
     await host.admit(N300, "train-0", "train-1")
     chip.freeze()
     await host.shows(chip, Kind.STALLED)
@@ -547,25 +546,23 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
     assert in_general(text) == in_general(example)
 
 
-@pytest.mark.parametrize(
-    ("typed", "is_yes"),
-    [(" YES \n", True), ("yesterday\n", False), ("\x04", False)],
-    ids=["yes", "another word", "the end of input"],
-)
-async def test_any_answer_but_yes_is_a_no(host: Mended, typed: str, is_yes: bool) -> None:
+async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
     """Then nothing is done; status 1. (README's example has the short answer.)"""
-    stalled = await host.stalled()
-    status, text = await host.answer(stalled, typed)
+    dead = await host.dead()
 
-    assert host.controls.calls == ([RESET] if is_yes else [])
-    assert status == (not is_yes)
-    assert text.endswith("\nnothing is done\n") is not is_yes
+    for typed in ("yesterday\n", "\x04"):  # which is the end of input
+        status, text = await host.answer(dead, typed)
+        assert status == 1 and text.endswith("\nnothing is done\n")
+    assert host.controls.calls == []
+
+    status, _ = await host.answer(dead, " YES \n")
+    assert (host.controls.calls, status) == ([RESET], 0)
 
 
 async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> None:
     """Such as the rest of what was pasted."""
-    stalled = await host.stalled()
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    dead = await host.dead()
+    async with host.on_terminal("fix", dead.bdf) as terminal:
         terminal.type("y\n")
         await terminal.shows(QUESTION)
         terminal.type("n\n")
@@ -576,7 +573,7 @@ async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> 
 @pytest.mark.parametrize(
     ("breaks", "kind", "step"),
     [
-        (Chip.freeze, Kind.STALLED, "reset the chip with tt-smi"),
+        (Chip.die, Kind.NO_RESPONSE, "reset the chip with tt-smi"),
         (Chip.reset, Kind.RESETTING, Step.WAIT.value),
     ],
 )
@@ -616,12 +613,15 @@ async def test_after_a_change_the_answer_was_for_another_step(
     host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
-    stalled = await host.stalled()
+    (chip,) = await host.add("n150", health=STALLS)
+    await host.admit(N150, "train-0")
+    chip.freeze()  # a dead one would show another fault after the renumbering
+    await host.shows(chip, Kind.STALLED)
     (other,) = host.node.add("n150")
 
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    async with host.on_terminal("fix", chip.bdf) as terminal:
         assert asked in await terminal.shows(QUESTION)
-        await change(host, stalled, other)
+        await change(host, chip, other)
         terminal.type("y\n")
         second = await terminal.shows(QUESTION)
         terminal.type("n\n")
@@ -634,14 +634,14 @@ async def test_after_a_change_the_answer_was_for_another_step(
 
 async def test_the_service_ends_before_the_answer(host: Mended) -> None:
     """Nothing is done without its view."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     lost = host.root / "lost"  # the name is all that a connection needs
 
     def end_the_service(terminal: Terminal) -> None:
         (host.root / ttdp.STATUS_SOCKET).rename(lost)
         terminal.type("y\n")
 
-    status, text = await host.answer(stalled, end_the_service)
+    status, text = await host.answer(dead, end_the_service)
     assert "the service is not running; run: systemctl start" in text
     assert (host.controls.calls, status) == ([], 1)
 
@@ -696,8 +696,8 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     chip.write("subsystem_device", b"0x0047\n")
     chip.write("tt_card_type", b"galaxy-blackhole\n")
     await host.add()
-    chip.freeze()
-    await host.shows(chip, Kind.STALLED)
+    chip.die()
+    await host.shows(chip, Kind.NO_RESPONSE)
 
     in_pipe = await host.fix(chip, "--yes")
     status, text = await host.answer(chip, "n\n", "--yes")
@@ -712,9 +712,9 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
 
 async def test_a_missing_tt_smi(host: Mended) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
-    answer = await host.fix(stalled, "--yes", PATH=f"{host.root}:{os.environ['PATH']}")
+    answer = await host.fix(dead, "--yes", PATH=f"{host.root}:{os.environ['PATH']}")
     reason = f"tt-smi was not found in {host.node.root}/bin (sudo has a PATH of its own)\n"
     assert answer.out.endswith(reason) and answer.status == 1
 
@@ -740,10 +740,10 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
 
 async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.status = 1
 
-    answer = await host.fix(stalled, "--yes", TT_VISIBLE_DEVICES="0000:77:00.0", HOME="/nowhere")
+    answer = await host.fix(dead, "--yes", TT_VISIBLE_DEVICES="0000:77:00.0", HOME="/nowhere")
 
     assert {environ["HOME"] for environ in host.controls.environments} == {"/nowhere"}
     assert not any("TT_VISIBLE_DEVICES" in environ for environ in host.controls.environments)
@@ -752,19 +752,19 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
 
 async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.install("tt-smi", ignored=(signal.SIGINT, signal.SIGTERM))
     host.controls.hangs = True
     host.constants["ENDS_WITHIN"] = 0.3
 
-    async with host.on_terminal("fix", stalled.bdf) as terminal:
+    async with host.on_terminal("fix", dead.bdf) as terminal:
         await terminal.shows(QUESTION)
         terminal.type("y\n")
         await until(lambda: host.controls.calls)
         terminal.type("\x03")
         assert await terminal.ended() == 130
 
-    assert "heartbeat stalled" in await terminal.shows("interrupted\n")
+    assert "chip does not respond" in await terminal.shows("interrupted\n")
     await until(lambda: host.controls.waiting == 0)
     assert terminal.text.endswith("pods that must be started again: default/train-0\n")
 
@@ -780,12 +780,13 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 }
 
 
-@pytest.mark.parametrize("how", INTERRUPTS)
-async def test_an_interrupt_at_the_question(host: Mended, how: str) -> None:
+async def test_an_interrupt_at_the_question(host: Mended) -> None:
     """Nothing is done; status 130."""
-    stalled = await host.stalled()
-    status, _ = await host.answer(stalled, INTERRUPTS[how])
-    assert (host.controls.calls, status) == ([], 130)
+    dead = await host.dead()
+
+    for how, interrupt in INTERRUPTS.items():
+        status, _ = await host.answer(dead, interrupt)
+        assert (host.controls.calls, status) == ([], 130), how
 
 
 @pytest.mark.parametrize(
@@ -817,11 +818,11 @@ async def test_an_interrupt_while_it_waits(host: Mended) -> None:
 
     With --yes, the command is shown on a terminal, and nothing is asked.
     """
-    stalled = await host.stalled()
+    dead = await host.dead()
     host.controls.reset = lambda chip: None
     host.constants["FOLLOWS_WITHIN"] = 600.0
 
-    async with host.on_terminal("fix", stalled.bdf, "--yes") as terminal:
+    async with host.on_terminal("fix", dead.bdf, "--yes") as terminal:
         await terminal.shows("done")
         terminal.type("\x03")
         assert await terminal.ended() == 130

@@ -38,6 +38,7 @@ def make(
 def test_help_fits_a_terminal() -> None:
     """Each target has one line of at most 80 columns, with a description."""
     lines = make("help").stdout.splitlines()
+
     assert len(lines) > 15 and max(map(len, lines)) <= WIDTH
     assert all(len(line.split()) > 2 for line in lines)
 
@@ -45,6 +46,7 @@ def test_help_fits_a_terminal() -> None:
 def test_a_repository_needs_an_address() -> None:
     """Without one, make refuses in one line that shows how to set it, and builds nothing."""
     done = make("repository")
+
     assert done.returncode and done.stdout.count("\n") == 1, done.stdout
     assert "make repository REPOSITORY_URL=https://" in done.stdout
 
@@ -55,10 +57,12 @@ def test_missing_tools_are_named_before_anything_is_built(tmp_path: Path) -> Non
         if path := shutil.which(name):
             (tmp_path / name).symlink_to(path)
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+
     done = make("repository", "REPOSITORY_URL=https://apt.example.org", environment=environment)
     [line] = done.stdout.splitlines()
     assert done.returncode and line.startswith("make repository needs: apt install")
     assert {"dpkg-dev", "debhelper", "fakeroot", "apt-utils", "gpg", "gpg-agent"} <= {*line.split()}
+
     done = make("deb", environment=environment)
     [line] = done.stdout.splitlines()
     assert done.returncode and line.startswith("make deb needs: ") and len(line) <= WIDTH
@@ -73,17 +77,20 @@ def offline() -> Sequence[str]:
     pytest.skip("NOT RUN: neither root nor allowed to make a network namespace")
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
-def test_without_a_network(offline: Sequence[str], tmp_path: Path, target: str) -> None:
+def test_without_a_network(offline: Sequence[str], tmp_path: Path) -> None:
     """Two short lines name what cannot be fetched, and what to do; there is no traceback."""
     made = shutil.ignore_patterns(".*", "build", "dist", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=made)
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_RETRIES": "0"}
-    done = make(target, top=tmp_path / "source", within=offline, environment=environment)
-    printed = done.stdout + done.stderr
-    assert done.returncode and "Traceback" not in printed, printed
-    lines = [line for line in printed.splitlines() if not line.startswith("make: ***")]
-    reason, remedy = lines[-2:]
-    assert reason.startswith("cannot fetch ") and "network" in reason
-    assert "needs only python3 and libstdc++6" in remedy
-    assert max(map(len, lines)) <= WIDTH, printed
+
+    for target in ("demo", "test"):
+        done = make(target, top=tmp_path / "source", within=offline, environment=environment)
+
+        printed = done.stdout + done.stderr
+        assert done.returncode and "Traceback" not in printed, printed
+
+        lines = [line for line in printed.splitlines() if not line.startswith("make: ***")]
+        reason, remedy = lines[-2:]
+        assert reason.startswith("cannot fetch ") and "network" in reason
+        assert "needs only python3 and libstdc++6" in remedy
+        assert max(map(len, lines)) <= WIDTH, printed

@@ -63,6 +63,7 @@ def test_every_key() -> None:
     """The page of the configuration has all of them, in their tables; no flag is missing in (8)."""
     text = (DEB / "tt-device-plugin.toml.5").read_text()
     assert {*re.findall(r"(?m)^\.It Li (\w+)$", text)} == {*ttdp.KEYS}
+
     flags = {ttdp.flag_of(key) for key in ("config_file", *ttdp.OPTIONS, *ttdp.SWITCHES)}
     named = re.findall(r"(?m)^\.It Fl (-[a-z-]+)", section("OPTIONS"))
     assert {f"-{flag}" for flag in named} == flags | {"--help", "--version"}
@@ -85,11 +86,13 @@ def test_every_message_is_one_of_the_program(part: str) -> None:
     """Word by word, between the values that are filled in and what separates parts."""
     known, unknown = f"{literals()} {os.strerror(errno.EROFS)}", []
     assert len(messages(part)) > 10
+
     for message in messages(part):
         counted = r"process N|(?:\d+|\bN) (?:chip|minutes)|"
         filled_in = r"\b[A-Z][A-Z_]*\d?\b|\d+|state.json|kubelet_\w+|tenstorrent|[:;(),/>&]"
         pieces = re.split(counted + filled_in, message.replace(r"\(de", "°"))
         unknown += [(message, piece) for piece in pieces if piece.strip() not in known]
+
     assert not unknown, unknown
 
 
@@ -98,6 +101,7 @@ def test_messages_are_in_alphabetical_order() -> None:
     groups = re.findall(r"(?m)^\.It Em .+(?:\n\.It Em .+)*", subsection("Log and status"))
     firsts = [group.partition("\n")[0].removeprefix(".It Em ") for group in groups]
     words = [re.sub(r"^([A-Z]+:? )+", "", first).lower() for first in firsts]
+
     assert len(words) > 20 and words == sorted(words)
 
 
@@ -111,6 +115,7 @@ def test_every_exit_status() -> None:
     trees = (ROOT / "packaging/trees.py").read_text()
     statuses = {value for name, value in vars(ttdp).items() if name.startswith("EXIT_")}
     statuses |= {int(value) for value in re.findall(r"(?m)^EXIT_\w+ = (\d+)", trees)}
+
     named = re.findall(r"(?m)^\.It (\d+)$", section("EXIT STATUS"))
     assert {*map(int, named)} == statuses | {0, 1, 2, 130}
 
@@ -124,6 +129,7 @@ def test_every_label() -> None:
     firmware = "19.4.0.0"
     cards = enumerate(("n300", "p300c"), 1)
     chips = [chip(bus, card, numa_node=0, serial="S", firmware=firmware) for bus, card in cards]
+
     written = re.findall(
         r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)=", ttdp.labels_file(decide(chips))
     )

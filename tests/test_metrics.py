@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import select
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from tests.conftest import StartDaemon, polls
+from tests.conftest import StartDaemon, no_descriptors, polls
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
@@ -48,13 +45,11 @@ class CountingSocket(socket.socket):
         super().__init__()
         self.bind(("127.0.0.1", 0))
         self.listen(4096)
-        self.tries = 0
         self.accepted = 0
         self.most = 0  # open at a time
         self._connections: list[socket.socket] = []
 
     def accept(self) -> tuple[socket.socket, Any]:
-        self.tries += 1
         connection, address = super().accept()
         self._connections = [*self.open, connection]
         self.accepted += 1
@@ -316,10 +311,9 @@ def file(directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", ["fails", "is late"])
 async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
     node: SimulatedNode, start: StartDaemon, file: Path, monkeypatch: pytest.MonkeyPatch,
-    listening: CountingSocket, how: str,
+    listening: CountingSocket,
 ) -> None:  # fmt: skip
     """Figures are never passed off as newer than they are."""
     monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.05)
@@ -332,17 +326,8 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
         attempts.append(0)
         raise ZeroDivisionError
 
-    async def wait(*_: object) -> None:
-        attempts.append(0)
-        await asyncio.sleep(3600)
-
     with monkeypatch.context() as patch:
-        if how == "fails":
-            patch.setattr("ttdp.plugin_metrics", fail)
-        else:
-            patch.setattr("ttdp.SharedText.TIMEOUT", 0.05)
-            patch.setattr("ttdp.Reporter._read_details", wait)
-
+        patch.setattr("ttdp.plugin_metrics", fail)
         await until(lambda: attempts)
         written = file.stat().st_mtime_ns
         reason = ("HTTP/1.1 503 Service Unavailable", "the metrics cannot be collected\n")
@@ -350,9 +335,9 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
             assert await answer(listening) == reason
         assert file.stat().st_mtime_ns == written and file.read_text() != ""
 
-    if how == "fails":  # then it is written again, though nothing changes
-        await until(lambda: file.stat().st_mtime_ns > written)
-        assert (await answer(listening))[0] == OK
+    # Then it is written again, though nothing changes.
+    await until(lambda: file.stat().st_mtime_ns > written)
+    assert (await answer(listening))[0] == OK
 
 
 PLUGIN_METRICS = """driver_info pci_functions resource_devices kubelet_registered allocations_total
@@ -381,7 +366,7 @@ def test_every_metric_of_the_design_has_a_help_text_and_a_type() -> None:
 
 
 @hypothesis_settings(deadline=None)
-@given(st.text())
+@given(st.text('ab"\\\n\r\t\x00\x85é\u2028😀'))
 def test_a_label_can_have_any_value(value: str) -> None:
     """In one line; backslashes, quotes and newlines are escaped as the format requires."""
     found = Samples("tt_", {"x": "X."})
@@ -478,17 +463,8 @@ async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.Mon
     assert await text.get() == "x 3\n"
 
 
-@contextlib.contextmanager
-def descriptors(most: int) -> Iterator[None]:
-    """Limit the descriptors of this process, which has server and clients."""
-    soft, hard = getrlimit(RLIMIT_NOFILE)
-    setrlimit(RLIMIT_NOFILE, (most, hard))
-    yield
-    setrlimit(RLIMIT_NOFILE, (soft, hard))
-
-
 @contextlib.asynccontextmanager
-async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncIterator[None]:
+async def burst(listening: CountingSocket, count: int) -> AsyncIterator[None]:
     """Have so many clients that connect at once, ask, and wait."""
     loop = asyncio.get_running_loop()
 
@@ -496,9 +472,9 @@ async def burst(listening: CountingSocket, count: int, request: bytes) -> AsyncI
         client.setblocking(False)
         with contextlib.suppress(OSError):  # it was closed already
             await loop.sock_connect(client, listening.getsockname())
-            await loop.sock_sendall(client, request)
+            await loop.sock_sendall(client, GET)
 
-    with descriptors(4096), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket()) for _ in range(count)]
         await asyncio.gather(*map(connect, clients))
         await until(lambda: listening.accepted >= count)
@@ -522,16 +498,15 @@ async def served(
     assert complaints(caplog) == []
 
 
-@pytest.mark.parametrize("request_line", [b"", GET], ids=["idle", "asking"])
 async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notices(
-    served: CountingSocket, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, request_line: bytes
+    served: CountingSocket, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while a rendering takes long: the oldest is closed for the newest, which is answered."""
+    """Though a rendering takes long: the oldest is closed for the newest, which is answered."""
     is_read = asyncio.Event()
     monkeypatch.setattr(ttdp.Reporter, "_read_details", lambda *_: is_read.wait())
     monkeypatch.setattr(ttdp.SharedText, "TIMEOUT", 3600)
 
-    async with burst(served, 2000, request_line):
+    async with burst(served, 200):
         assert served.most == 32 and len(served.open) <= 32
         await kubelet.admit("pod", "main", {N150: 1})
 
@@ -540,19 +515,11 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
         assert served.most == 32
 
 
-def hung_up(clients: list[socket.socket]) -> int:
-    """Return how many of these the other side has closed; nothing is read from them."""
-    polled = select.poll()
-    for client in clients:
-        polled.register(client, 0)
-    return sum(bool(event & select.POLLHUP) for _, event in polled.poll(0))
-
-
 @pytest.mark.usefixtures("served")
-async def test_clients_of_the_view_that_never_read_cost_32_connections(
+async def test_a_client_of_the_view_that_stops_reading_delays_nobody(
     kubelet: Kubelet, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their view is larger than a socket's buffer. The loop goes on, and the next one is served."""
+    """Its view is larger than a socket's buffer. The loop goes on, and the next one is served."""
     genuine = ttdp.view_of_node
 
     def large(*arguments: Any, **named: Any) -> dict[str, Any]:
@@ -560,38 +527,33 @@ async def test_clients_of_the_view_that_never_read_cost_32_connections(
 
     monkeypatch.setattr(ttdp, "view_of_node", large)
     path = str(short_tmp / ttdp.STATUS_SOCKET)
-    with descriptors(4096), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(500)]
-        for client in clients:
-            await asyncio.to_thread(client.connect, path)
-        await until(lambda: hung_up(clients) >= 500 - 32)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        await asyncio.to_thread(client.recv, 1)
 
         await kubelet.admit("pod", "main", {N150: 1})
         reader, writer = await asyncio.open_unix_connection(path)
         view = json.loads(await asyncio.wait_for(reader.read(), PATIENCE))
         writer.close()
-        assert view["chips"] and hung_up(clients) <= 500 - 30  # room for one is always made
+
+    assert view["chips"]
 
 
 async def test_without_descriptors_the_server_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a line in the log and no traceback; then it answers the client that waits."""
-    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 1.0)
+    monkeypatch.setattr(ttdp.ConnectionServer, "RETRY_AFTER", 1.0)
+
     async with serving(render_at_once) as listening:
-        with socket.create_connection(listening.getsockname()) as client:
-            client.sendall(GET)
-            lowest = os.dup(0)
-            os.close(lowest)
-
-            with descriptors(lowest):
-                await until(lambda: complaints(caplog))
-                for _ in range(1000):
-                    await asyncio.sleep(0)
-                assert listening.tries < 100
-
-            received = await asyncio.to_thread(client.recv, 1000)
-            assert received.startswith(OK.encode())
+        with monkeypatch.context() as patch:
+            patch.setattr(CountingSocket, "accept", no_descriptors)
+            waiting = asyncio.create_task(answer(listening))
+            await until(lambda: complaints(caplog))
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        assert await waiting == (OK, "x 1\n")
 
     assert {*complaints(caplog)} == {"cannot accept a connection: Too many open files"}
+    assert len(complaints(caplog)) < 100
     assert not any(record.exc_info for record in caplog.records)

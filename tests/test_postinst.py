@@ -50,6 +50,7 @@ class Node:
         text = text.replace(CONFIG, str(self.config)).replace(FIRST, str(self.top / "first"))
         script = self.top / "postinst"
         script.write_text(text)
+
         done = subprocess.run(
             [self.top / "bin/sh", script, *arguments],
             env={"PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"},
@@ -75,7 +76,9 @@ def node(tmp_path: Path) -> Node:
         f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(node.config)!r}; sys.exit(ttdp.main())"
     )
     program = shlex.join([sys.executable, "-c", code])
-    node.command("tt-device-plugin", f'PYTHONPATH={ROOT} exec {program} "$@"')
+    # `--version` is there to extract the zipapp, which this program is not packed in.
+    program = f'[ "$1" = --version ] || PYTHONPATH={ROOT} exec {program} "$@"'
+    node.command("tt-device-plugin", program)
     node.command("systemctl", "echo 0")
     return node
 
@@ -89,44 +92,46 @@ def service(node: Node, **variables: str) -> Iterator[None]:
         process.kill()
 
 
-@pytest.mark.parametrize("former", ["", "0.2.0"], ids=["install", "upgrade"])
-def test_a_configuration_that_would_not_start_ends_it(node: Node, former: str) -> None:
+def test_a_configuration_that_would_not_start_ends_it(node: Node) -> None:
     """With the reason and the way out, and before the service is restarted."""
     node.config.write_text(BAD)
-    status, said = node.run("configure", former)
+
+    status, said = node.run("configure", "0.2.0")
+
     assert status == 1
     assert f"{node.config}: {REASON}" in said
     assert said.endswith("Correct the configuration; then run: dpkg --configure -a")
 
 
-def test_a_valid_configuration_is_kept_and_nothing_is_said(node: Node) -> None:
-    """At an upgrade, and if it existed before the first installation."""
+def test_a_configuration_from_before_the_first_installation_is_kept(node: Node) -> None:
+    """If it is valid, nothing is said."""
     text = "# mine\nunit = 'board'\n"
     node.config.write_text(text)
-    for former in ("", "0.2.0"):
-        assert node.run("configure", former) == (0, "")
-        assert node.config.read_text() == text
+
+    assert node.run("configure", "") == (0, "")
+
+    assert node.config.read_text() == text
 
 
 def test_only_a_first_installation_creates_the_configuration(node: Node) -> None:
     """An administrator who has removed it wants the defaults."""
     assert node.run("configure", "0.2.0") == (0, "")
     assert not node.config.exists()
+
     assert node.run("configure", "") == (0, "")
     assert node.config.read_text() == (node.top / "first").read_text()
 
 
 def test_the_variables_of_the_service_count(node: Node) -> None:
-    """A drop-in can name another file, also with spaces in its name, or set an option."""
+    """A drop-in can name another file, also with spaces in its name.
+
+    An unknown variable is not a reason to end.
+    """
     other = node.top / "the other.toml"
     other.write_text(BAD)
     with service(node, TTDP_CONFIG_FILE=str(other)):
         status, said = node.run("configure", "0.2.0")
     assert status == 1 and f"{other}: {REASON}" in said
-
-    with service(node, TTDP_UNIT="rack"):
-        status, said = node.run("configure", "0.2.0")
-    assert status == 1 and "TTDP_UNIT: 'rack' is not valid" in said
 
     with service(node, TTDP_UNIT="board", TTDP_UNTI="board"):
         assert node.run("configure", "0.2.0") == (0, "")
@@ -136,6 +141,7 @@ def test_after_a_failed_upgrade_nothing_is_checked(node: Node) -> None:
     """dpkg calls the postinst of the version that stays; its service still runs."""
     node.config.write_text(BAD)
     node.command("tt-device-plugin", "echo called")
+
     assert node.run("abort-upgrade", "0.3.0") == (0, "")
 
 

@@ -46,13 +46,14 @@ def files(document: dict[str, Any]) -> dict[str, str]:
 def test_components_are_the_pinned_requirements(arch: str) -> None:
     """Each has its package URL, version and licence; the program depends on all of them."""
     document = json.loads(sbom(arch))
-    requirements = settings()["requirements"]
+
     found = {each["name"]: each["version"] for each in document["components"]}
-    assert found == requirements
+    assert found == settings()["requirements"]
     for each in document["components"]:
         name = each["name"].replace("_", "-")
         assert each["purl"] == f"pkg:pypi/{name}@{each['version']}"
         assert each["licenses"] == [{"license": {"id": settings()["licences"][each["name"]]}}]
+
     program = document["metadata"]["component"]
     assert program["purl"] == f"pkg:generic/tt-device-plugin@0.2.0%2Bgit1?arch={arch}"
     [dependencies] = [
@@ -64,11 +65,13 @@ def test_components_are_the_pinned_requirements(arch: str) -> None:
 def test_files_are_those_that_are_locked() -> None:
     """Each architecture has its own wheels, with the hashes of shiv.toml; tools are not listed."""
     found = {arch: files(json.loads(sbom(arch))) for arch in ARCHITECTURES}
+
     for arch, machine in (("amd64", "x86_64"), ("arm64", "aarch64")):
         for name in found[arch]:
             assert machine in name or name.endswith(("-any.whl", ".tar.gz")), name
         extensions = [name for name in found[arch] if name.startswith("grpcio-")]
         assert len(extensions) == len(settings()["abis"])
+
     tools = tuple(f"{name}-" for name in settings()["build"])
     locked = {
         name: digest for name, digest in settings()["sha256"].items() if not name.startswith(tools)
@@ -80,6 +83,7 @@ def test_it_is_reproducible() -> None:
     """There is no serial number, and the time is that of the source."""
     first = sbom("amd64")
     assert first == sbom("amd64", TZ="Pacific/Auckland", PYTHONHASHSEED="7")
+
     document = json.loads(first)
     assert document["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
     assert "serialNumber" not in document
@@ -93,4 +97,5 @@ def test_licences_are_those_of_the_packages() -> None:
         if "License-Expression" in metadata:
             assert metadata["License-Expression"] == licence, name
             compared += 1
+
     assert compared >= 3

@@ -125,12 +125,14 @@ def test_first_and_later_starts_are_alike(zipapp: Zipapp) -> None:
         return {str(path): path.lstat().st_ctime_ns for path in zipapp.root.rglob("*")}
 
     umask = os.umask(0o027)
+
     try:
         first = zipapp.answer("run", "--flag=a b")
         files = changes()
         second = zipapp.answer("run", "--flag=a b")
     finally:
         os.umask(umask)
+
     assert first == second and files == changes()
     assert first["arguments"] == ["run", "--flag=a b"] and first["umask"] == 0o027
     assert not EXTRACTION_ONLY & set(first["modules"])
@@ -164,6 +166,7 @@ def test_a_damaged_tree_is_reported_and_extracted_again(zipapp: Zipapp, fault: s
     """One line names the damage, and the program runs as packed; the next start prints nothing."""
     zipapp.answer()
     DAMAGES[fault](zipapp.tree)
+
     done = zipapp.run()
 
     assert done.returncode == 7 and json.loads(done.stdout)["tree"] == str(zipapp.tree), done
@@ -178,6 +181,7 @@ def test_an_interrupted_extraction_is_deleted(zipapp: Zipapp) -> None:
     incomplete = zipapp.root / f".{zipapp.tree.name}.tmp/new/site-packages"
     incomplete.mkdir(parents=True)
     (incomplete / "program.py").write_text("raise ValueError")
+
     zipapp.answer()
 
     assert set(os.listdir(zipapp.root)) == {f".{zipapp.tree.name}.lock", zipapp.tree.name}
@@ -188,6 +192,7 @@ def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
     zipapp.root.mkdir()
     command = [sys.executable, "-I", "-S", str(zipapp.path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
     with (zipapp.root / f".{zipapp.tree.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         starts = [subprocess.Popen(command, env=zipapp.environment, **pipes) for _ in range(3)]
@@ -195,6 +200,7 @@ def test_several_first_starts_at_once(zipapp: Zipapp) -> None:
         wait_until(
             lambda: len(waiter.findall(Path("/proc/locks").read_text())) == 3, "all of them to wait"
         )
+
     for start in starts:
         out, error = start.communicate(timeout=60)
         assert (start.returncode, error) == (7, "") and json.loads(out)["tree"] == str(zipapp.tree)
@@ -204,10 +210,12 @@ def test_without_a_cache_directory(zipapp: Zipapp, tmp_path: Path) -> None:
     """Run by hand: below $XDG_CACHE_HOME or ~/.cache, else in a private temporary directory."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
+    private = temporary / f"tt-device-plugin-{os.geteuid()}"
+
     for variables, root in (
         ({"XDG_CACHE_HOME": str(tmp_path / "xdg")}, tmp_path / "xdg/tt-device-plugin"),
         ({"HOME": str(tmp_path / "home")}, tmp_path / "home/.cache/tt-device-plugin"),
-        ({"HOME": "/dev/null"}, temporary / f"tt-device-plugin-{os.geteuid()}"),
+        ({"HOME": "/dev/null"}, private),  # nobody can make a directory there
     ):
         for _ in range(2):
             tree = zipapp.answer(SHIV_ROOT=None, TMPDIR=str(temporary), **variables)["tree"]
@@ -221,7 +229,9 @@ def test_a_directory_that_other_users_can_write_is_not_used(zipapp: Zipapp, tmp_
     shutil.copytree(zipapp.root, private)
     private.chmod(0o777)
     (private / zipapp.tree.name / "site-packages/program.py").write_text("raise ValueError")
+
     tree = zipapp.answer(SHIV_ROOT=None, HOME="/dev/null", TMPDIR=str(tmp_path))["tree"]
+
     try:
         assert not tree.startswith(str(tmp_path))
     finally:
@@ -234,7 +244,9 @@ def test_a_directory_that_other_users_can_write_is_not_used(zipapp: Zipapp, tmp_
 def test_a_python_that_is_not_supported(zipapp: Zipapp) -> None:
     """78; the line names this Python and those that the package supports."""
     pack(zipapp.path, "cpython-38-abacus", "cpython-39-abacus")
+
     line = zipapp.error(NOT_RUNNABLE)
+
     assert "or CPython 3.8, 3.9 on abacus: this package does not support" in line and ABI in line
 
 
@@ -243,6 +255,7 @@ def test_a_damaged_zipapp(zipapp: Zipapp) -> None:
     content = bytearray(zipapp.path.read_bytes())
     with zipfile.ZipFile(zipapp.path) as archive:
         entry = max(archive.infolist(), key=lambda entry: entry.compress_size)
+    # Zeros within compressed data: the archive's own directory is as it was.
     content[entry.header_offset + 1000 : entry.header_offset + 1100] = bytes(100)
     zipapp.path.write_bytes(content)
 
@@ -272,7 +285,9 @@ def test_another_python_on_this_machine(
         (tmp_path / f"python{version}").chmod(0o755)
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
+
     done = zipapp.run("run", "--flag=a b", python=link)
+
     if used:
         assert done.stdout == f"other: -I -S {zipapp.path} run --flag=a b\n"
         assert re.fullmatch(rf".*; using .*/python{used}; install a newer .*\n", done.stderr), done
@@ -290,6 +305,7 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
             subprocess.run(command, env=environment, stderr=journal)
         journal.seek(0)
         first, second = journal.readlines()
+
     assert first.startswith("<3>cannot extract the program: /dev/null: ")
     assert second.startswith("tt-device-plugin: cannot extract the program: ")
 
@@ -320,7 +336,9 @@ def test_a_cache_that_cannot_be_written(
     zipapp.root.mkdir()
     mount = f"mount -t tmpfs -o {options} tmpfs {zipapp.root}"
     script = f'{mount}; "$@"; status=$?; [ -z "$(ls {zipapp.root})" ] || status=99; exit $status'
+
     line = zipapp.error(NOT_EXTRACTED, within=[*namespace, "sh", "-c", script, "sh"])
+
     assert reason in line and str(zipapp.root) in line
     zipapp.answer()
 
@@ -330,9 +348,11 @@ def test_a_cache_that_was_remounted(zipapp: Zipapp, namespace: list[str], option
     """From a read-only cache the program runs, even if its times have changed; from noexec not."""
     zipapp.answer()
     os.utime(zipapp.tree / "site-packages/program.py")
+    # Only a mount can be remounted, and so the directory is mounted on itself.
     bind = f"mount --bind {zipapp.root} {zipapp.root}"
     script = f'{bind} && mount -o remount,bind,{option} {zipapp.root} && exec "$@"'
     within = [*namespace, "sh", "-c", script, "sh"]
+
     if option == "noexec":
         assert "mounted noexec" in zipapp.error(NOT_EXTRACTED, within)
     else:
@@ -362,13 +382,14 @@ def test_the_wrapper(tmp_path: Path, arguments: list[str], ignores: bool) -> Non
     python.chmod(0o755)
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(WRAPPER.read_text().replace("/usr/bin/python3", str(python)))
+
     for environment, directories in (
         ({}, "/var/lib/tt-device-plugin /run/tt-device-plugin"),
         ({"STATE_DIRECTORY": "/state", "RUNTIME_DIRECTORY": "/run/other"}, "/state /run/other"),
     ):
         environment["PATH"] = os.environ["PATH"]
         said = subprocess.check_output(["sh", wrapper, *arguments], env=environment, text=True)
-        ignored = re.search(r"(?m)^SigIgn:\s*([0-9a-f]+)$", said)
 
+        ignored = re.search(r"(?m)^SigIgn:\s*([0-9a-f]+)$", said)
         assert said.startswith(f"{directories}\n") and ignored
         assert bool(int(ignored[1], 16) & 1 << (signal.SIGHUP - 1)) == ignores

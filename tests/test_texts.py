@@ -36,6 +36,13 @@ def fenced(language: str, text: str = README) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
 
 
+def configured(directory: Path, text: str) -> ttdp.Settings:
+    """Return the settings from a file with this text; raises ConfigError."""
+    file = directory / "config.toml"
+    file.write_text(text)
+    return ttdp.load_settings({"config_file": str(file)}, {})
+
+
 def names(unit: str) -> Iterator[str]:
     """Yield every resource's name, without the domain."""
     for card in {*ttdp.CARDS.values()}:
@@ -54,6 +61,7 @@ def test_readme_manifests_ask_for_what_there_is() -> None:
     """They are YAML, and every resource of ours in them is one that the program offers."""
     blocks = [yaml.safe_load(block) for block in fenced("yaml")]
     limits = re.findall(r"(?m)^ +(tenstorrent\.com/[\w-]+): \d+$", "".join(fenced("yaml")))
+
     assert len(blocks) >= 2 and limits
     assert {*limits} <= {*names("chip")}
 
@@ -66,10 +74,8 @@ def test_readmes_first_pod_is_the_shipped_one() -> None:
 
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
     """Each of them, as a file of its own, changes something."""
-    for number, block in enumerate(fenced("toml")):
-        file = tmp_path / f"{number}.toml"
-        file.write_text(block)
-        assert ttdp.load_settings({"config_file": str(file)}, {}) != ttdp.Settings(), block
+    for block in fenced("toml"):
+        assert configured(tmp_path, block) != ttdp.Settings(), block
 
 
 def test_readme_queries_are_tested() -> None:
@@ -84,6 +90,7 @@ def test_the_installation_on_many_nodes_is_tested() -> None:
     block, copied = (each for each in blocks if "sources.list.d" in each)
     lines = [line.replace(" --yes", "") for line in INSTALLATION_OF_COPY]
     assert copied.splitlines() == [f"# {line}" for line in lines]
+
     served = re.search(r"(https://\S+)/tt-device-plugin.sources", block)
     assert served
     tested = [line.replace(URL, served[1]).replace(" --yes", "") for line in INSTALLATION]
@@ -97,15 +104,15 @@ def test_only_fix_resets_chips() -> None:
     """
     texts = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
     texts += [path for path in (ROOT / "packaging/deb").rglob("*") if path.is_file()]
+
     found = []
     for path in texts:
         for line in path.read_text().splitlines():
             if re.search(r"tt-smi -r|\bmknod\b|/(un)?bind\b|/rescan\b", line):
                 found.append((path.name, line))
-    warning, transcript = (
-        "`tt-smi -r` resets **every** card in the node",
-        "    /usr/local/bin/tt-smi -r",
-    )
+
+    warning = "`tt-smi -r` resets **every** card in the node"
+    transcript = "    /usr/local/bin/tt-smi -r"
     assert [name for name, _ in found] == ["README.md", "README.md", "tt-device-plugin.8"]
     assert found[0][1].startswith(transcript) and warning in found[1][1]
 
@@ -116,6 +123,7 @@ def test_readme_links_lead_somewhere() -> None:
     plain = (re.sub(r"[^a-z0-9 -]", "", heading.lower()) for heading in headings)
     anchors = {text.replace(" ", "-") for text in plain}
     targets = re.findall(r"\]\((?!https://)([^)]*)\)", PROSE)
+
     assert targets
     for target in targets:
         path, _, anchor = target.partition("#")
@@ -126,6 +134,7 @@ def test_readme_commands_exist() -> None:
     """Every `make` target that it names; variables may come with it."""
     makefiles = [(ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk")]
     targets = set(re.findall(r"(?m)^([a-z0-9-]+):", "".join(makefiles)))
+
     named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
     words = {word for each in named for word in " ".join(each).split() if "=" not in word}
     assert {"demo", "test", "deb", "release"} <= words <= targets
@@ -136,8 +145,10 @@ def test_the_table_of_contents_has_every_chapter_and_every_file() -> None:
     page = tests.__doc__ or ""
     chapters = re.findall(r"(?m)^# ==== ([A-Z ]+)", (ROOT / "ttdp.py").read_text())
     files = [path.stem for path in (ROOT / "tests").glob("test_*.py")]
+
     missing = [name.strip() for name in chapters if name.strip() not in page]
     missing += [name for name in files if not re.search(rf"\b{name}\b", page)]
+
     assert len(chapters) > 20 and not missing
 
 
@@ -152,13 +163,44 @@ def test_unit_is_ordered_before_every_kubelet_and_requires_none() -> None:
 def test_documented_configuration_is_valid(tmp_path: Path) -> None:
     """With all its lines in force: examples in its tables, defaults above them."""
     text = re.sub(r"(?m)^#(?=[a-z\[])", "", (DEB / "config.toml").read_text())
-    (tmp_path / "config.toml").write_text(text)
-    settings = ttdp.load_settings({"config_file": str(tmp_path / "config.toml")}, {})
+
+    settings = configured(tmp_path, text)
+
     assert settings.health != ttdp.HealthSettings()
     assert settings.sharing.resources and settings.mounts
+
     default = ttdp.Settings()
     tables = {name: getattr(default, name) for name in ("health", "sharing", "mounts")}
     assert replace(settings, **tables) == default
+
+
+def listed(name: str) -> set[str]:
+    """Return the files that one of debhelper's lists installs, by their place in packaging/deb."""
+    lines = (DEB / name).read_text().split()
+    return {line.removeprefix("debian/") for line in lines}
+
+
+def test_every_example_is_installed() -> None:
+    """And every text; a file that is listed exists."""
+    examples = {path.name for path in DEB.glob("tt-device-plugin.*") if path.suffix != ".5"}
+    examples -= {"tt-device-plugin.8"}
+    for directory in ("pods", "rollout"):
+        examples |= {f"{directory}/{path.name}" for path in (DEB / directory).iterdir()}
+
+    assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
+    assert {path.name for path in DEB.glob("*.md")} < listed("docs")
+
+
+def test_the_first_configuration_sets_nothing(tmp_path: Path) -> None:
+    """It is valid as it is, and also if each of its examples is used: together or alone."""
+    text = (DEB / "config-at-first.toml").read_text()
+    assert all(line.startswith("#") for line in text.splitlines() if line)
+    keys = re.findall(r"(?m)^#([a-z_]+) = ", text)
+    assert {"unit", "resource_naming", "name", "replicas"} <= {*keys}
+
+    blocks = ["\n".join(re.findall(r"(?m)^#(\S.*)$", block)) for block in text.split("\n\n")]
+    for example in ("", *blocks, "\n".join(blocks)):
+        configured(tmp_path, example)
 
 
 def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
@@ -168,6 +210,7 @@ def test_versions_of_what_is_bundled_are_those_that_are_tested() -> None:
     for name, version in bundled["requirements"].items():
         if name != "typing_extensions":  # grpcio's own; the development group leaves it to pip
             assert f"{name}=={version}" in tested
+
     machines = {"amd64": "x86_64", "arm64": "aarch64"}
     grpcio = bundled["requirements"]["grpcio"]
     for architecture in bundled["architectures"]:

@@ -93,14 +93,17 @@ def test_versions_only_rise(repository: Repository) -> None:
     repository.commit("Other")
     other = repository.version()
     repository.git("checkout", "--quiet", "main")
+
     seen = [repository.version()]
-    for number in range(11):  # the count gets a second digit
-        repository.commit(f"Change {number}")
+    for commits in (1, 7, 1):  # then the count has a second digit
+        for _ in range(commits):
+            repository.commit("Change")
         seen.append(repository.version())
     assert repository.release("0.2.0").returncode == 0
     for commit in ("v0.2.0", "main"):
         repository.git("checkout", "--quiet", commit)
         seen.append(repository.version())
+
     assert seen[-2] == "0.2.0" and seen[-1].startswith("0.3.0~git")
     assert rises(*seen), seen
     assert other.startswith("0.2.0~git2.g") and other not in seen
@@ -124,6 +127,7 @@ def test_a_shallow_clone_is_below_other_commits(repository: Repository, tmp_path
     repository.commit("Second")
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=1", f"file://{repository.top}", str(shallow))
+
     version = repository.version(shallow)
 
     assert re.fullmatch(r"0\.2\.0~git0\.20\d{12}\.g[0-9a-f]{10}", version)
@@ -173,6 +177,7 @@ def test_a_release(repository: Repository) -> None:
 def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> None:
     """No tag is made, and a commit during the checks is not released unchecked."""
     done = repository.release("0.2.0", checks.format(top=repository.top))
+
     assert done.returncode and reason in done.stderr, done
 
     _, tags, changes, branches, worktrees = repository.state()
@@ -182,7 +187,9 @@ def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> N
 def refusal(repository: Repository, version: str = "0.2.0") -> str:
     """The reason, given before anything is checked or changed."""
     before = repository.state()
+
     done = repository.release(version, "touch ../checked")
+
     assert done.returncode and repository.state() == before
     assert not (repository.top.parent / "checked").exists()
     return done.stderr
@@ -202,6 +209,7 @@ def test_a_source_that_is_not_ready_is_not_released(
     """The version must be open, the same everywhere, and have a list of changes."""
     repository.write(name, text)
     repository.commit("Change")
+
     assert reason in refusal(repository)
 
 
