@@ -613,6 +613,24 @@ def test_a_directory_that_a_hold_names_by_another_path_is_not_removed(
     assert not (parent / "x").exists()
 
 
+def test_a_named_directory_that_cannot_be_looked_at_keeps_no_other_from_being_removed(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer can name a path on a file system that has failed since."""
+    fill(parent, former=1)
+    failed = parent.parent / "failed"
+    genuine = os.lstat
+
+    def lstat(path: Any, **keywords: Any) -> os.stat_result:
+        if path == str(failed):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return genuine(path, **keywords)
+
+    monkeypatch.setattr("os.lstat", lstat)
+    tidy(directories, named(failed))
+    assert not any(parent.iterdir())
+
+
 def test_what_was_there_at_the_start_is_kept_for_thirty_seconds(dev: Path, parent: Path) -> None:
     """What came later is not: it was made for an answer of this daemon."""
     (parent / "before").mkdir()
