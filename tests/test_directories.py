@@ -458,6 +458,24 @@ def turns(directories: Directories, steps: int = ttdp.STEPS) -> int:
     return number
 
 
+def test_a_named_directory_that_cannot_be_looked_at_keeps_no_other_from_being_removed(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer can name a path on a file system that has failed since."""
+    fill(parent, former=1)
+    failed = parent.parent / "failed"
+    genuine = os.lstat
+
+    def lstat(path: Any, **keywords: Any) -> os.stat_result:
+        if path == str(failed):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return genuine(path, **keywords)
+
+    monkeypatch.setattr("os.lstat", lstat)
+    tidy(directories, named(failed))
+    assert not any(parent.iterdir())
+
+
 def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
     """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
     elsewhere = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
