@@ -1514,7 +1514,8 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        return self.fault is None or self.fault.kind not in UNREADABLE
+        """Return whether its last values are true. Without a class device nothing reads it."""
+        return self.is_present and (self.fault is None or self.fault.kind not in UNREADABLE)
 
     @property
     def card_type(self) -> str | None:
