@@ -323,6 +323,13 @@ def _is_selection(value: Any) -> bool:
     return value == "all" or _is_number(value, 1, inf, int)
 
 
+def _to_selection(value: Any) -> Any:
+    """Return a selection as settings have it: PCI addresses in lower case, as sysfs has them."""
+    if not isinstance(value, list):
+        return value
+    return tuple(str(each).lower() if ":" in str(each) else str(each) for each in value)
+
+
 def _one_of(choices: tuple[str, ...], help: str) -> Key:
     return Key(help, either(choices), lambda value: value in choices, choices=choices)
 
@@ -445,7 +452,7 @@ KEYS = {
         '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
         'trays (with unit = "board")',
         _is_selection,
-        lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
+        _to_selection,
     ),
     # [[mounts]]
     "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),

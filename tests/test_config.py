@@ -427,6 +427,15 @@ def test_an_entry_of_sharing_needs_a_name_and_replicas() -> None:
     )
 
 
+def test_devices_are_selected_by_addresses_in_any_case() -> None:
+    """As chips are excluded; a board's serial number stays as its firmware reports it."""
+    text = f"{SHARED}rename = 'half'\ndevices = ['0000:0A:00.0', '0000:C0', '00000465ABCDEF03']"
+
+    (entry,) = from_file(text).sharing.resources
+
+    assert entry.devices == ("0000:0a:00.0", "0000:c0", "00000465ABCDEF03")
+
+
 ENTRY = "[[sharing.resources]] "
 BOTH = f"{SHARED}rename = 'a'\n{SHARED}rename = 'b'"
 LONG_NAME = SHARED.replace("n300", "x" * 60)
