@@ -601,6 +601,12 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         source = sources["device_list_strategy"]
         raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
 
+    # A CDI file with such a vendor is invalid for every runtime; Kubernetes accepts the domain.
+    domain = settings.resource_domain
+    if domain[0].isdigit() and settings.cdi_dir:
+        valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
+        raise _invalid(sources["resource_domain"], domain, valid)
+
     sharing = settings.sharing
     mounts: dict[str, Mount] = {}
     source = f"{prefix}[[mounts]] container"

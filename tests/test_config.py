@@ -251,6 +251,15 @@ def test_the_strategy_cdi_without_a_directory_is_reported_with_its_source(
     assert rejection(**given) == f'{source}: "cdi" needs cdi_dir, which is empty'
 
 
+def test_a_domain_that_begins_with_a_digit_needs_a_node_without_a_cdi_file() -> None:
+    """Kubernetes accepts it as a domain, but no runtime as the vendor of a CDI device."""
+    valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
+    text = "resource_domain = '3d.example'"
+
+    assert rejection(text) == f"FILE: resource_domain: '3d.example' is not valid; must be {valid}"
+    assert from_file(f"{text}\ncdi_dir = ''").resource_domain == "3d.example"
+
+
 SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
 HEALTH_KEYS = "interval, temperature_limit, heartbeat_misses, trip_holdoff"
 TABLES = {  # the least of each kind
