@@ -6609,11 +6609,11 @@ def run_command(command: str, options: argparse.Namespace) -> int:
 
     # An invalid flag or variable ends the command; of an invalid file it tells, and goes on.
     problem = None
-    settings = load_settings(vars(options), os.environ, ignore_file=True)
     try:
         settings = load_settings(vars(options), os.environ)
     except ConfigError as error:
         problem = str(error)
+        settings = load_settings(vars(options), os.environ, ignore_file=True)
 
     try:
         if command == "check":
