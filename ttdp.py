@@ -5981,6 +5981,7 @@ class Reporter:
     async def _render_view(self) -> str:
         host = self._host
         await self._read_details(0.0)
+        host.inventory.date_faults(time.time())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
         resisting = host.directories.resisting
         service = Service(
@@ -6005,6 +6006,7 @@ class Reporter:
             self._details_at = now
             with suppress(OSError):  # the loop meets the same error, and logs it
                 self._host.read_chips(is_poll=False, details=True)
+            self._host.wake()  # the scan can have found what no event has reported
             await self._await_reads()
 
     async def _await_reads(self) -> None:

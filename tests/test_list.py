@@ -589,6 +589,27 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     assert f" (since {began}); run: " in (await served.ask("list")).below
 
 
+async def test_a_fault_that_the_view_finds_first_has_its_own_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not that of the fault before it; and though no event woke the loop, the log has it, too."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
+    (chip,) = served.node.add("n150")
+    daemon = await served.serve(N150, interval=3600)
+    state = daemon.daemon.host.inventory.states[chip.bdf]
+    chip.unbind()
+    await until(lambda: state.since)
+    state.since = LONG_AGO
+
+    served.node.on_uevent = None
+    chip.vanish()
+    (row,) = (await served.ask("list", "--json")).rows
+
+    assert row["reason"].startswith("PCI device is gone")
+    assert row["since"] > "2018", "LONG_AGO is of 2017"
+    await until(lambda: "PCI device is gone" in caplog.text)
+
+
 def test_a_card_that_was_never_bound_is_in_the_status_with_its_command() -> None:
     """It is not a device of a resource."""
     one = chip(1)
