@@ -7438,7 +7438,8 @@ class Mender:
         state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
             state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
-        self._say(f"{self._bdf} ({row['card'] or row['arch']}): {state}; {_use(row)}")
+        card = row["card"] or row["arch"] or "unknown card"
+        self._say(f"{self._bdf} ({card}): {state}; {_use(row)}")
 
     def _describe(self, plan: Plan, seen: Situation) -> None:
         """Print the effect of a step, and whom else it affects."""

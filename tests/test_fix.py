@@ -707,6 +707,22 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     assert (host.controls.calls, in_pipe.status, status) == ([], 1, 1)
 
 
+async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended) -> None:
+    """After a reboot without it: the pod's allocation has nothing but its address."""
+    (chip,) = await host.add("n150")
+    await host.admit(N150, "train-0")
+    await host.daemon.stop()
+    host.node.on_uevent = None
+    chip.vanish()
+    await host.serve()
+
+    answer = await host.fix(chip)
+
+    line, *_ = answer.out.splitlines()
+    assert line.startswith(f"{chip.bdf} (unknown card): PCI device is gone")
+    assert "used by default/train-0" in line
+
+
 # -- tt-smi ----------------------------------------------------------------------------------------
 
 
