@@ -4632,15 +4632,25 @@ class ServiceManager:
     def __init__(self, environ: Environment) -> None:
         self.status = ""
         self._environ = environ
-        self._notifier = sdnotify.SystemdNotifier()
-        if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager that hangs must not block the loop
+        self._socket = sdnotify.SystemdNotifier().socket  # None: there is no manager
+        if self._socket:
+            self._socket.setblocking(False)  # a manager that hangs must not block the loop
+        self._unsent = deque[str]()
         timeout = to_integer(environ.get("WATCHDOG_USEC"))
         self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
     def notify(self, *states: str) -> None:
-        # sdnotify encodes in Latin-1, systemd expects UTF-8.
-        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
+        """Send a message. If the manager's queue is full, it follows with the next one."""
+        self._unsent.append("\n".join(states))
+        while self._socket and self._unsent:
+            try:
+                self._socket.send(self._unsent[0].encode())
+            except BlockingIOError:
+                return
+            except OSError:  # the manager has gone
+                pass
+            self._unsent.popleft()
+        self._unsent.clear()
 
     def show(self, status: str) -> None:
         if status != self.status:
@@ -4649,6 +4659,9 @@ class ServiceManager:
 
     def feed_watchdog(self) -> None:
         if self.feed_interval < inf:
+            # One is enough, however long the manager takes to read it.
+            with suppress(ValueError):
+                self._unsent.remove("WATCHDOG=1")
             self.notify("WATCHDOG=1")
 
     def sockets(self, name: str) -> list[socket.socket]:

@@ -263,6 +263,37 @@ async def test_a_manager_that_does_not_read_blocks_nothing(
         await end_without_traceback(service)
 
 
+async def test_a_manager_that_reads_late_gets_all_in_order(
+    node: SimulatedNode, launch: Launch, kubelet: Kubelet, short_tmp: Path
+) -> None:
+    """READY=1 comes once: without it, systemd would end the daemon after its time to start."""
+    node.add("n150")
+    full = str(short_tmp / "full")
+    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+    with socket.socket(socket.AF_UNIX, kind) as manager:
+        manager.bind(full)
+        with socket.socket(socket.AF_UNIX, kind) as probe, pytest.raises(BlockingIOError):
+            for _ in range(100_000):
+                probe.sendto(b"X=1", full)
+
+        service = await launch(NOTIFY_SOCKET=full, WATCHDOG_USEC="2000000")
+        await until(lambda: any("tt-device-plugin 0." in line for line in service.said))
+        service.send(signal.SIGHUP)
+        await until(lambda: any("configuration reloaded" in line for line in service.said))
+
+        heard: list[str] = []
+
+        def has_heard_all() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    heard.append(manager.recv(65536).decode().partition("\n")[0])
+            found = [text for text in heard if text in ("READY=1", "RELOADING=1")]
+            return found == ["READY=1", "RELOADING=1", "READY=1"]
+
+        await until(has_heard_all)
+        await end_without_traceback(service)
+
+
 @pytest.mark.parametrize("address", ["", "/nowhere/notify", "@abstract"])
 async def test_it_runs_with_any_manager_and_without_one(
     node: SimulatedNode, launch: Launch, kubelet: Kubelet, address: str, directory: Path
