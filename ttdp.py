@@ -4162,6 +4162,9 @@ def status_line(
     return "; ".join(parts)
 
 
+UNREADABLE_HOST = "node"  # subject of the problem that the last state is old
+
+
 class Service(NamedTuple):
     """What only the running daemon knows."""
 
@@ -4169,7 +4172,7 @@ class Service(NamedTuple):
     registrations: Registrations
     rejected: str | None  # why the configuration on disk is not in force
     files: Mapping[str, str]  # why files for others are not as they should be, by path
-    problems: Mapping[str, Reason]  # why pods cannot get devices, by subject
+    problems: Mapping[str, Reason]  # of the host, by subject
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
@@ -4968,7 +4971,7 @@ class Host:
         self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
-        self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
+        self.problems: dict[str, Reason] = {}  # of the host, by subject
         self.save_by = inf  # until when a new answer must be saved
         self.scanned_at = -inf
         self.polled_at = -inf
@@ -5036,7 +5039,7 @@ class Host:
         return self.directories.unnamed(decision.holds, now)
 
     def note_problem(self, subject: str, problem: Reason | None) -> None:
-        """Record why pods cannot get devices, None if they can; a new problem is logged."""
+        """Record a problem of the host, None if there is none; a new one is logged."""
         if problem and problem != self.problems.get(subject):
             log.warning("%s", problem)
         if problem:
@@ -5818,7 +5821,7 @@ class SharedText:
     # connection has.
     TIMEOUT = 4.5
 
-    def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
         self._render = render
         self._rendering: asyncio.Task[str | None] | None = None
 
@@ -5984,8 +5987,10 @@ class Reporter:
         if path and text is not None:  # else the file is left to grow old
             self._host.files.write(path, text)
 
-    async def _render_metrics(self) -> str:
+    async def _render_metrics(self) -> str | None:
         await self._read_details(METRICS_INTERVAL)
+        if UNREADABLE_HOST in self._host.problems:
+            return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
         counts = self._sessions.allocator.counts
         metrics = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
@@ -6216,6 +6221,7 @@ class Daemon:
             is_disturbed = self._directory.take_changes()
             if self._is_failing:
                 log.info("the node's state can be read again")
+                self.host.note_problem(UNREADABLE_HOST, None)
             self._is_failing = False
             if self._stage is not Stage.SCANNING:
                 await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
@@ -6223,7 +6229,7 @@ class Daemon:
             self._exit(*error.args)
         except OSError as error:
             if not self._is_failing:
-                log.warning("cannot read the node's state; keeping the last one: %s", error)
+                self._note_failure(error)
             self._is_failing = True
             self._must_scan = True
             self.host.scanned_at = -inf
@@ -6233,6 +6239,13 @@ class Daemon:
             self._round_at = now
         # Only here, so that systemd restarts a daemon whose observations keep failing.
         self._manager.feed_watchdog()
+
+    def _note_failure(self, error: OSError) -> None:
+        """Report that the last state is old from now on."""
+        reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
+        self.host.note_problem(UNREADABLE_HOST, reason)
+        applied = self.host.applied
+        self._manager.show(self._reporter.status(applied) if applied else str(reason))
 
     def _is_round(self, now: float) -> bool:
         """Return whether it is time to look at everything that sends no events."""
@@ -6816,11 +6829,20 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
     if problem:
         text = f"the service {problem.text}, so this is a single look at the node"
         log.error("%s", printable(str(Reason(text, problem.command))))
+    outdated = outdated_because(view)
+    if outdated:
+        log.error("%s", printable(outdated))
 
     lines = list_lines(view, terminal_width())
     if as_json:
         lines = iter(json.dumps(view["chips"], indent=2).splitlines())
-    return 0 if print_lines(lines) else 1
+    return 0 if print_lines(lines) and not outdated else 1
+
+
+def outdated_because(view: View) -> str | None:
+    """Return why a view is older than it should be: the daemon cannot read the node's state."""
+    problems = view["service"]["problems"] if view["service"] else {}
+    return str(Reason(*problems[UNREADABLE_HOST])) if UNREADABLE_HOST in problems else None
 
 
 def list_lines(view: View, width: int | None) -> Iterator[str]:
@@ -6830,7 +6852,7 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         firmware = common_value(row["firmware"] for row in rows) or "unknown"
         yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
         yield from _table_lines(view, width)
-    elif not view["unsupported"]:
+    elif not view["unsupported"] and not outdated_because(view):
         yield "no Tenstorrent device on this node"
 
     for addresses, problem, command in _faults(view):
@@ -7686,7 +7708,7 @@ class Checks:
         rows = self._view["chips"]
         for bdf in self._view["unsupported"]:
             yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
-        if not rows and not self._view["unsupported"]:
+        if not rows and not self._view["unsupported"] and not outdated_because(self._view):
             yield Finding("warn", "chips", "none found")
 
         for addresses, problem, command in _faults(self._view):
