@@ -7039,8 +7039,10 @@ class Situation(NamedTuple):
 
     @property
     def lasts(self) -> float:
-        """Return the seconds for which the fault has lasted."""
-        return inf if self.since is None else self.now - self.since
+        """Return the seconds for which the fault has lasted, inf if they are not known."""
+        # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
+        is_known = self.since is not None and self.since <= self.now
+        return self.now - (self.since or 0.0) if is_known else inf
 
     @property
     def present_fault(self) -> Fault | None:

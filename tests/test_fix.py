@@ -72,6 +72,9 @@ def seen(
         (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
         (seen(Kind.SILENT, done=frozenset({Step.REBIND})), Step.RESET),
         (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
+        # The clock was set back after the fault had begun.
+        (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
+        (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
         # sysfs is right where the daemon has not looked yet.
         (seen(None, UNBOUND), Step.BIND),
         (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
