@@ -7123,7 +7123,9 @@ def _why_cooling(seen: Situation) -> str:
     text = "nothing is done: only cooling helps; check the fans and the air flow"
     if seen.ends_at is None:
         return text
-    moment = time.strftime("%H:%M:%S", time.localtime(seen.ends_at))
+    ends, today = time.localtime(seen.ends_at), time.localtime(seen.now)
+    form = "%H:%M:%S" if ends[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
+    moment = time.strftime(form, ends)
     return f"{text}; the fault ends at {moment} if the chip does not trip again"
 
 

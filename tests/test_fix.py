@@ -85,7 +85,9 @@ def test_the_step_that_a_fault_needs(situation: Situation, step: Step) -> None:
     assert ttdp.next_step(situation) is step
 
 
-END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 3600))
+DAYS = 9 * 86400.0
+END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 60))
+LATER_END = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + DAYS))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,8 @@ END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 3600))
         (seen(None, UNBOUND, in_service=False), "the chip is excluded, and no pod holds it", True),
         (seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")), "virtual machine", False),
         (seen(Kind.HOT), "only cooling helps", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + 3600), f"the fault ends at {END_OF_TRIP} if", False),
+        (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if", False),
+        (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"the fault ends at {LATER_END} if", False),
         (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
         (seen(Kind.GONE), "the service has no reading of it yet", False),
         # No step is taken twice.
