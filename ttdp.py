@@ -4301,10 +4301,19 @@ def _chip_row(
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods,
-        "processes": state.processes if chip.is_present else (),
+        "processes": _present_processes(chip, state),
         "excluded": chip.bdf in decision.offer.excluded,
         "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since)) if since else None,
     }
+
+
+def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | None:
+    """Return the processes that have a chip's device file open; None if they are unknown."""
+    if not chip.is_present:
+        return ()
+    # They are read with the telemetry: while that blocks, the last ones can have ended.
+    is_blocked = chip.fault is not None and chip.fault.kind is Kind.BLOCKED
+    return None if is_blocked else state.processes
 
 
 # ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====

@@ -566,6 +566,23 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert f'tt_device_fault{{device="{chip.bdf}",kind="{kind}"}} 1' in metrics
 
 
+async def test_the_processes_of_a_chip_whose_reads_block_are_unknown(served: Served) -> None:
+    """They are read with its telemetry: one that has ended would be named for hours."""
+    (chip,) = served.node.add("n150")
+    served.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)])
+    daemon = await served.serve(N150, interval=0.1)
+    assert await users(served) == ["python3[7]"]
+
+    chip.block()
+    await until(lambda: (fault := daemon.chip(chip.bdf).fault) and fault.kind is Kind.BLOCKED)
+    served.node.end_process(7)
+
+    assert await users(served) == ["?"]
+    chip.unblock()
+    await until(lambda: daemon.chip(chip.bdf).fault is None)
+    assert await users(served) == ["-"]
+
+
 async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     """The operator who comes at night asks since when, whatever was restarted meanwhile."""
     (chip,) = served.node.add("p150a")
