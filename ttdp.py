@@ -1661,7 +1661,8 @@ class ChipState:
     def appear(self, function: PciFunction) -> None:
         """Record a new device file."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
-        self.telemetry = None
+        self.telemetry = self.processes = None
+        self.sensors = {}
 
     def vanish(self, function: PciFunction) -> None:
         """Record that it has no device file.

@@ -188,6 +188,17 @@ def test_a_chip_without_a_class_device_has_no_values() -> None:
     assert found == {"healthy": 0, 'fault{kind="node"}': 1}
 
 
+def test_a_new_device_file_has_no_sensors_of_the_former_one() -> None:
+    """Another card can be in the slot, and sensors are read every 15 s only."""
+    state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))
+    state.sensors = {"power1_input": 91.0}
+    state.processes = []
+
+    state.appear(state.chip.function._replace(ordinal=1))
+
+    assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
+
+
 def test_a_chip_has_its_identity_as_labels() -> None:
     """It stays known while the chip is gone; a label without a known value is empty."""
     gone = chip(1, "n300", numa_node=1, present=False, serial="A" * 16, firmware="19.4.0.0")
