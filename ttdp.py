@@ -330,6 +330,13 @@ def _is_selection(value: Any) -> bool:
     return value == "all" or _is_number(value, 1, inf, int)
 
 
+def _to_selection(value: Any) -> Any:
+    """Return a selection as settings have it: PCI addresses in lower case, as sysfs has them."""
+    if not isinstance(value, list):
+        return value
+    return tuple(str(each).lower() if ":" in str(each) else str(each) for each in value)
+
+
 def _one_of(choices: tuple[str, ...], help: str) -> Key:
     return Key(help, either(choices), lambda value: value in choices, choices=choices)
 
@@ -452,7 +459,7 @@ KEYS = {
         '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
         'trays (with unit = "board")',
         _is_selection,
-        lambda value: tuple(map(str, value)) if isinstance(value, list) else value,
+        _to_selection,
     ),
     # [[mounts]]
     "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
@@ -608,6 +615,12 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
     if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
         source = sources["device_list_strategy"]
         raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
+
+    # A CDI file with such a vendor is invalid for every runtime; Kubernetes accepts the domain.
+    domain = settings.resource_domain
+    if domain[0].isdigit() and settings.cdi_dir:
+        valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
+        raise _invalid(sources["resource_domain"], domain, valid)
 
     sharing = settings.sharing
     mounts: dict[str, Mount] = {}  # by path in the container
@@ -1545,8 +1558,8 @@ class Chip(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        """Return whether its last values can be shown."""
-        return self.fault is None or self.fault.kind not in UNREADABLE
+        """Return whether its last values are true. Without a class device nothing reads it."""
+        return self.is_present and (self.fault is None or self.fault.kind not in UNREADABLE)
 
     @property
     def card_type(self) -> str | None:
@@ -1683,7 +1696,8 @@ class ChipState:
     def appear(self, function: PciFunction) -> None:
         """Record a new device file."""
         self.chip = self.chip._replace(function=function, had_device_file=True)
-        self.telemetry = None
+        self.telemetry = self.processes = None
+        self.sensors = {}
 
     def vanish(self, function: PciFunction) -> None:
         """Record that it has no device file.
@@ -4368,6 +4382,9 @@ def status_line(
     return "; ".join(parts)
 
 
+UNREADABLE_HOST = "node"  # subject of the problem that the last state is old
+
+
 class Service(NamedTuple):
     """What only the running daemon knows."""
 
@@ -4375,7 +4392,7 @@ class Service(NamedTuple):
     registrations: Registrations
     rejected: str | None  # why the configuration on disk is not in force
     files: Mapping[str, str]  # why files for others are not as they should be, by path
-    problems: Mapping[str, Reason]  # why pods cannot get devices, by subject
+    problems: Mapping[str, Reason]  # of the host, by subject
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
 
@@ -4510,10 +4527,19 @@ def _chip_row(
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods,
-        "processes": state.processes if chip.is_present else (),
+        "processes": _present_processes(chip, state),
         "excluded": chip.bdf in decision.offer.excluded,
         "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since)) if since else None,
     }
+
+
+def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | None:
+    """Return the processes that have a chip's device file open; None if they are unknown."""
+    if not chip.is_present:
+        return ()
+    # They are read with the telemetry: while that blocks, the last ones can have ended.
+    is_blocked = chip.fault is not None and chip.fault.kind is Kind.BLOCKED
+    return None if is_blocked else state.processes
 
 
 # ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====
@@ -4856,16 +4882,26 @@ class ServiceManager:
     def __init__(self, environ: Environment) -> None:
         self.status = ""
         self._environ = environ
-        self._notifier = sdnotify.SystemdNotifier()
-        if self._notifier.socket:
-            self._notifier.socket.setblocking(False)  # a manager that hangs must not block the loop
+        self._socket = sdnotify.SystemdNotifier().socket  # None: there is no manager
+        if self._socket:
+            self._socket.setblocking(False)  # a manager that hangs must not block the loop
+        self._unsent = deque[str]()
         # Half of the time-out, as sd_watchdog_enabled(3) recommends.
         timeout = to_integer(environ.get("WATCHDOG_USEC"))
         self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
     def notify(self, *states: str) -> None:
-        # sdnotify encodes in Latin-1, systemd expects UTF-8.
-        self._notifier.notify("\n".join(states).encode().decode("latin-1"))
+        """Send a message. If the manager's queue is full, it follows with the next one."""
+        self._unsent.append("\n".join(states))
+        while self._socket and self._unsent:
+            try:
+                self._socket.send(self._unsent[0].encode())
+            except BlockingIOError:
+                return
+            except OSError:  # the manager has gone
+                pass
+            self._unsent.popleft()
+        self._unsent.clear()
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
@@ -4876,6 +4912,9 @@ class ServiceManager:
     def feed_watchdog(self) -> None:
         """Notify that the loop works, if the unit has WatchdogSec=."""
         if self.feed_interval < inf:
+            # One is enough, however long the manager takes to read it.
+            with suppress(ValueError):
+                self._unsent.remove("WATCHDOG=1")
             self.notify("WATCHDOG=1")
 
     def sockets(self, name: str) -> list[socket.socket]:
@@ -5191,7 +5230,7 @@ class Host:
         self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
-        self.problems: dict[str, Reason] = {}  # why pods cannot get devices, by subject
+        self.problems: dict[str, Reason] = {}  # of the host, by subject
         self.wake = wake
 
         # Seconds of the monotonic clock.
@@ -5263,7 +5302,7 @@ class Host:
         return self.directories.unnamed(decision.holds, now)
 
     def note_problem(self, subject: str, problem: Reason | None) -> None:
-        """Record why pods cannot get devices, None if they can; a new problem is logged."""
+        """Record a problem of the host, None if there is none; a new one is logged."""
         if problem and problem != self.problems.get(subject):
             log.warning("%s", problem)
         if problem:
@@ -6085,7 +6124,7 @@ class SharedText:
     # connection has.
     TIMEOUT = 4.5
 
-    def __init__(self, render: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
         self._render = render
         self._rendering: asyncio.Task[str | None] | None = None
 
@@ -6258,9 +6297,11 @@ class Reporter:
         if path and text is not None:  # else the file is left to grow old
             self._host.files.write(path, text)
 
-    async def _render_metrics(self) -> str:
-        """Return all metrics, with sensors that are at most METRICS_INTERVAL old."""
+    async def _render_metrics(self) -> str | None:
+        """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
         await self._read_details(METRICS_INTERVAL)
+        if UNREADABLE_HOST in self._host.problems:
+            return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
         counts = self._sessions.allocator.counts
         metrics = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
@@ -6270,6 +6311,7 @@ class Reporter:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
         await self._read_details(0.0)
+        host.inventory.date_faults(time.time())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
         resisting = host.directories.resisting
@@ -6295,6 +6337,7 @@ class Reporter:
             self._details_at = now
             with suppress(OSError):  # the loop meets the same error, and logs it
                 self._host.read_chips(is_poll=False, details=True)
+            self._host.wake()  # the scan can have found what no event has reported
             await self._await_reads()
 
     async def _await_reads(self) -> None:
@@ -6507,6 +6550,7 @@ class Daemon:
             is_disturbed = self._directory.take_changes()
             if self._is_failing:
                 log.info("the node's state can be read again")
+                self.host.note_problem(UNREADABLE_HOST, None)
             self._is_failing = False
 
             if self._stage is not Stage.SCANNING:
@@ -6517,7 +6561,7 @@ class Daemon:
 
         except OSError as error:
             if not self._is_failing:
-                log.warning("cannot read the node's state; keeping the last one: %s", error)
+                self._note_failure(error)
             self._is_failing = True
             self._must_scan = True
             self.host.scanned_at = -inf
@@ -6527,6 +6571,13 @@ class Daemon:
             self._round_at = now
         # Only here, so that systemd restarts a daemon whose observations keep failing.
         self._manager.feed_watchdog()
+
+    def _note_failure(self, error: OSError) -> None:
+        """Report that the last state is old from now on."""
+        reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
+        self.host.note_problem(UNREADABLE_HOST, reason)
+        applied = self.host.applied
+        self._manager.show(self._reporter.status(applied) if applied else str(reason))
 
     def _is_round(self, now: float) -> bool:
         """Return whether it is time to look at everything that sends no events."""
@@ -6937,11 +6988,11 @@ def run_command(command: str, options: argparse.Namespace) -> int:
     # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
     # command is about, runs on with the last valid one.
     problem = None
-    settings = load_settings(vars(options), os.environ, ignore_file=True)
     try:
         settings = load_settings(vars(options), os.environ)
     except ConfigError as error:
         problem = str(error)
+        settings = load_settings(vars(options), os.environ, ignore_file=True)
 
     try:
         if command == "check":
@@ -7141,11 +7192,20 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
     if problem:
         text = f"the service {problem.text}, so this is a single look at the node"
         log.error("%s", printable(str(Reason(text, problem.command))))
+    outdated = outdated_because(view)
+    if outdated:
+        log.error("%s", printable(outdated))
 
     lines = list_lines(view, terminal_width())
     if as_json:
         lines = iter(json.dumps(view["chips"], indent=2).splitlines())
-    return 0 if print_lines(lines) else 1
+    return 0 if print_lines(lines) and not outdated else 1
+
+
+def outdated_because(view: View) -> str | None:
+    """Return why a view is older than it should be: the daemon cannot read the node's state."""
+    problems = view["service"]["problems"] if view["service"] else {}
+    return str(Reason(*problems[UNREADABLE_HOST])) if UNREADABLE_HOST in problems else None
 
 
 def list_lines(view: View, width: int | None) -> Iterator[str]:
@@ -7155,7 +7215,7 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         firmware = common_value(row["firmware"] for row in rows) or "unknown"
         yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
         yield from _table_lines(view, width)
-    elif not view["unsupported"]:
+    elif not view["unsupported"] and not outdated_because(view):
         yield "no Tenstorrent device on this node"
 
     for addresses, problem, command in _faults(view):
@@ -7346,8 +7406,10 @@ class Situation(NamedTuple):
 
     @property
     def lasts(self) -> float:
-        """Return the seconds for which the fault has lasted."""
-        return inf if self.since is None else self.now - self.since
+        """Return the seconds for which the fault has lasted, inf if they are not known."""
+        # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
+        is_known = self.since is not None and self.since <= self.now
+        return self.now - (self.since or 0.0) if is_known else inf
 
     @property
     def present_fault(self) -> Fault | None:
@@ -7430,7 +7492,9 @@ def _why_cooling(seen: Situation) -> str:
     text = "nothing is done: only cooling helps; check the fans and the air flow"
     if seen.ends_at is None:
         return text
-    moment = time.strftime("%H:%M:%S", time.localtime(seen.ends_at))
+    ends, today = time.localtime(seen.ends_at), time.localtime(seen.now)
+    form = "%H:%M:%S" if ends[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
+    moment = time.strftime(form, ends)
     return f"{text}; the fault ends at {moment} if the chip does not trip again"
 
 
@@ -7799,7 +7863,8 @@ class Mender:
         state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
             state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
-        self._say(f"{self._bdf} ({row['card'] or row['arch']}): {state}; {_use(row)}")
+        card = row["card"] or row["arch"] or "unknown card"
+        self._say(f"{self._bdf} ({card}): {state}; {_use(row)}")
 
     def _describe(self, plan: Plan, seen: Situation) -> None:
         """Print the effect of a step, and whom else it affects."""
@@ -8052,7 +8117,7 @@ class Checks:
         rows = self._view["chips"]
         for bdf in self._view["unsupported"]:
             yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
-        if not rows and not self._view["unsupported"]:
+        if not rows and not self._view["unsupported"] and not outdated_because(self._view):
             yield Finding("warn", "chips", "none found")
 
         for addresses, problem, command in _faults(self._view):

@@ -51,8 +51,9 @@ EXPLANATIONS = {
     ),
     "proc_root": "Only for tests on a simulated node. A change needs a restart.",
     "resource_domain": (
-        "It is also the vendor of the CDI devices and the prefix of the labels. After a change,"
-        " new pods must request the new names; pods that run keep their devices."
+        "It is also the vendor of the CDI devices, and so begins with a letter unless cdi_dir is "
+        "empty, and the prefix of the labels. After a change, new pods must request the new "
+        "names; pods that run keep their devices."
     ),
     "resource_naming": (
         "board groups all variants of a board: a request for p150 is met by a p150a, p150b or "

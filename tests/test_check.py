@@ -18,12 +18,12 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from tests.commands import Host, Served, host_with
+from tests.commands import Host, Served, forked, host_with
 from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import OWN_DIRECTORY, Reason, SharedResource, Sharing
 
@@ -104,6 +104,21 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
 
     only = host.run("check", "--config-only", f"--config-file={file}")
     assert (only.findings, only.status) == ([("FAIL", "configuration", problem)], 1)
+
+
+def test_a_variable_that_only_the_file_makes_valid_is_valid(host: Host) -> None:
+    """The service runs with both, so the package's script must not reject the variable alone."""
+    domain = {"TTDP_RESOURCE_DOMAIN": "3d.example"}
+    flags = host.node.flags  # without --cdi-dir, which would outweigh the file
+
+    file = host.configure("cdi_dir = ''")
+    words = ["check", "--config-only", f"--config-file={file}", *flags]
+    answer = forked(words, environment() | domain)
+    assert (answer.findings, answer.status) == ([("ok", "configuration", "valid")], 0)
+
+    file = host.configure("cdi_dir = '/run/cdi'")
+    answer = forked(words, environment() | domain)
+    assert answer.status == 1 and "TTDP_RESOURCE_DOMAIN: '3d.example' is not valid" in answer.err
 
 
 def test_quiet_prints_only_what_is_not_ok(host: Host) -> None:

@@ -264,6 +264,15 @@ def test_the_strategy_cdi_without_a_directory_is_reported_with_its_source(
     assert rejection(**given) == f'{source}: "cdi" needs cdi_dir, which is empty'
 
 
+def test_a_domain_that_begins_with_a_digit_needs_a_node_without_a_cdi_file() -> None:
+    """Kubernetes accepts it as a domain, but no runtime as the vendor of a CDI device."""
+    valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
+    text = "resource_domain = '3d.example'"
+
+    assert rejection(text) == f"FILE: resource_domain: '3d.example' is not valid; must be {valid}"
+    assert from_file(f"{text}\ncdi_dir = ''").resource_domain == "3d.example"
+
+
 SHARED = "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\n"
 HEALTH_KEYS = "interval, temperature_limit, heartbeat_misses, trip_holdoff"
 TABLES = {  # the least of each kind
@@ -445,6 +454,15 @@ def test_an_entry_of_sharing_needs_a_name_and_replicas() -> None:
         Shared("n300", 4),
         Shared("p300", 100, "p300-half", ("0000:c1:00.0", "0000:03", "3")),
     )
+
+
+def test_devices_are_selected_by_addresses_in_any_case() -> None:
+    """As chips are excluded; a board's serial number stays as its firmware reports it."""
+    text = f"{SHARED}rename = 'half'\ndevices = ['0000:0A:00.0', '0000:C0', '00000465ABCDEF03']"
+
+    (entry,) = from_file(text).sharing.resources
+
+    assert entry.devices == ("0000:0a:00.0", "0000:c0", "00000465ABCDEF03")
 
 
 ENTRY = "[[sharing.resources]] "

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import ttdp
+from tests.commands import Served
 from tests.conftest import WATCHDOG, StartDaemon, kubelet_of, no_descriptors, polls, turns
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
@@ -247,6 +248,39 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
     found = kubelet.find("list", N150)[0].fields
     assert found["healthy_ids"] == [first.bdf, second.bdf]
     await until(lambda: "the node's state can be read again" in caplog.messages)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_every_output_says_that_the_last_state_is_old(
+    short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, at_start: bool
+) -> None:
+    """Neither an empty node nor healthy chips, until it can be read again."""
+    (chip,) = node.add("n150")
+    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
+    served.kubelet, served.start = kubelet, start
+    if at_start:
+        chip.fail("numa_node")
+        daemon = await start(runtime_dir=str(short_tmp), interval=0.1)
+    else:
+        daemon = await served.serve(N150, interval=0.1)
+        chip.fail("numa_node")
+    text = "cannot read the node's state; keeping the last one: "
+    await until(lambda: text in str([note for note in daemon.notes if "STATUS=" in note][-1:]))
+
+    listed = await served.ask("list")
+    assert listed.err.startswith(text) and listed.status == 1
+    assert "no Tenstorrent device" not in listed.out
+    checked = await served.ask("check")
+    assert [found[:2] for found in checked.findings if text in found[2]] == [("FAIL", "node")]
+    assert checked.status == 1 and "none found" not in checked.out
+    assert await daemon.daemon._reporter.metrics.get() is None
+
+    chip.restore("numa_node")
+    await kubelet.registered(N150)
+    await until(lambda: not daemon.daemon.host.problems)
+    await until(lambda: text not in [note for note in daemon.notes if "STATUS=" in note][-1])
+    assert (await served.ask("list")).status == 0
+    assert await daemon.daemon._reporter.metrics.get()
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------

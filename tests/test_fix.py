@@ -72,6 +72,9 @@ def seen(
         (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
         (seen(Kind.SILENT, done=frozenset({Step.REBIND})), Step.RESET),
         (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
+        # The clock was set back after the fault had begun.
+        (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
+        (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
         # sysfs is right where the daemon has not looked yet.
         (seen(None, UNBOUND), Step.BIND),
         (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
@@ -82,7 +85,9 @@ def test_the_step_that_a_fault_needs(situation: Situation, step: Step) -> None:
     assert ttdp.next_step(situation) is step
 
 
-END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 3600))
+DAYS = 9 * 86400.0
+END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 60))
+LATER_END = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + DAYS))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,8 @@ END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 3600))
         (seen(None, UNBOUND, in_service=False), "the chip is excluded, and no pod holds it", True),
         (seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")), "virtual machine", False),
         (seen(Kind.HOT), "only cooling helps", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + 3600), f"the fault ends at {END_OF_TRIP} if", False),
+        (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if", False),
+        (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"the fault ends at {LATER_END} if", False),
         (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
         (seen(Kind.GONE), "the service has no reading of it yet", False),
         # No step is taken twice.
@@ -705,6 +711,22 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     assert in_pipe.out.endswith("the question needs a terminal\n")
     assert "CPLD firmware 1.16" in in_pipe.out and "CPLD firmware 1.16" in text
     assert (host.controls.calls, in_pipe.status, status) == ([], 1, 1)
+
+
+async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended) -> None:
+    """After a reboot without it: the pod's allocation has nothing but its address."""
+    (chip,) = await host.add("n150")
+    await host.admit(N150, "train-0")
+    await host.daemon.stop()
+    host.node.on_uevent = None
+    chip.vanish()
+    await host.serve()
+
+    answer = await host.fix(chip)
+
+    line, *_ = answer.out.splitlines()
+    assert line.startswith(f"{chip.bdf} (unknown card): PCI device is gone")
+    assert "used by default/train-0" in line
 
 
 # -- tt-smi ----------------------------------------------------------------------------------------

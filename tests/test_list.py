@@ -579,6 +579,23 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert f'tt_device_fault{{device="{chip.bdf}",kind="{kind}"}} 1' in metrics
 
 
+async def test_the_processes_of_a_chip_whose_reads_block_are_unknown(served: Served) -> None:
+    """They are read with its telemetry: one that has ended would be named for hours."""
+    (chip,) = served.node.add("n150")
+    served.node.start_process(7, "0::/user.slice\n", [str(chip.device_node)])
+    daemon = await served.serve(N150, interval=0.1)
+    assert await users(served) == ["python3[7]"]
+
+    chip.block()
+    await until(lambda: (fault := daemon.chip(chip.bdf).fault) and fault.kind is Kind.BLOCKED)
+    served.node.end_process(7)
+
+    assert await users(served) == ["?"]
+    chip.unblock()
+    await until(lambda: daemon.chip(chip.bdf).fault is None)
+    assert await users(served) == ["-"]
+
+
 async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
     """The operator who comes at night asks since when, whatever was restarted meanwhile."""
     (chip,) = served.node.add("p150a")
@@ -600,6 +617,27 @@ async def test_the_time_of_a_fault_outlasts_the_daemon(served: Served) -> None:
         assert row["since"] == "2017-07-14T02:40:00Z"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(LONG_AGO))
     assert f" (since {began}); run: " in (await served.ask("list")).below
+
+
+async def test_a_fault_that_the_view_finds_first_has_its_own_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not that of the fault before it; and though no event woke the loop, the log has it, too."""
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
+    (chip,) = served.node.add("n150")
+    daemon = await served.serve(N150, interval=3600)
+    state = daemon.daemon.host.inventory.states[chip.bdf]
+    chip.unbind()
+    await until(lambda: state.since)
+    state.since = LONG_AGO
+
+    served.node.on_uevent = None
+    chip.vanish()
+    (row,) = (await served.ask("list", "--json")).rows
+
+    assert row["reason"].startswith("PCI device is gone")
+    assert row["since"] > "2018", "LONG_AGO is of 2017"
+    await until(lambda: "PCI device is gone" in caplog.text)
 
 
 def test_a_card_that_was_never_bound_is_in_the_status_with_its_command() -> None:

@@ -170,6 +170,30 @@ def test_a_chip_that_cannot_be_read_has_no_values() -> None:
             assert found == {}
 
 
+def test_a_chip_without_a_class_device_has_no_values() -> None:
+    """The driver is bound, but nothing reads the chip any more: its last values are old."""
+    lost = chip(1)
+    lost = lost._replace(function=lost.function.without_device_file("tenstorrent"))
+    state = ChipState(lost, telemetry=Telemetry(temperature=41.5))
+    state.sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
+    state.processes = []
+
+    found = of(bdf(1), samples(rendered(decide([lost]), state)))
+
+    assert found == {"healthy": 0, 'fault{kind="node"}': 1}
+
+
+def test_a_new_device_file_has_no_sensors_of_the_former_one() -> None:
+    """Another card can be in the slot, and sensors are read every 15 s only."""
+    state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))
+    state.sensors = {"power1_input": 91.0}
+    state.processes = []
+
+    state.appear(state.chip.function._replace(ordinal=1))
+
+    assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
+
+
 def test_a_chip_has_its_identity_as_labels() -> None:
     """It stays known while the chip is gone; a label without a known value is empty."""
     gone = chip(1, "n300", numa_node=1, present=False, serial="A" * 16, firmware="19.4.0.0")

@@ -257,16 +257,25 @@ async def test_a_second_daemon_ends_and_names_the_first(
     assert len(plugin_sockets(directory)) == 1
 
 
-def notifier(monkeypatch: pytest.MonkeyPatch, address: str) -> ttdp.ServiceManager:
-    """What the daemon notifies a manager with that has this NOTIFY_SOCKET."""
+def notifier(monkeypatch: pytest.MonkeyPatch, address: str, **environ: str) -> ttdp.ServiceManager:
+    """Return what notifies a manager that has this NOTIFY_SOCKET."""
     monkeypatch.setenv("NOTIFY_SOCKET", address)
-    return ttdp.ServiceManager({})
+    return ttdp.ServiceManager(environ)
 
 
-async def test_a_manager_that_does_not_read_blocks_nothing(
+def received(manager: socket.socket) -> list[str]:
+    """Take all messages that wait."""
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.append(manager.recv(65536).decode())
+    return found
+
+
+async def test_a_manager_that_reads_late_blocks_nothing_and_gets_all_in_order(
     monkeypatch: pytest.MonkeyPatch, short_tmp: Path
 ) -> None:
-    """While its socket's queue is full, what it would be told is lost."""
+    """READY=1 comes once: without it, systemd would end the daemon after its time to start."""
     full = str(short_tmp / "full")
     kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as manager:
@@ -274,9 +283,21 @@ async def test_a_manager_that_does_not_read_blocks_nothing(
         with socket.socket(socket.AF_UNIX, kind) as probe, pytest.raises(BlockingIOError):
             for _ in range(100_000):
                 probe.sendto(b"X=1", full)
+        service = notifier(monkeypatch, full, WATCHDOG_USEC="2000000")
 
-        notify = notifier(monkeypatch, full).notify
-        await asyncio.wait_for(asyncio.to_thread(notify, "READY=1"), PATIENCE)
+        def tell() -> None:
+            service.notify("READY=1")
+            for _ in range(1000):
+                service.feed_watchdog()
+            service.show("2 × n150")
+
+        await asyncio.wait_for(asyncio.to_thread(tell), PATIENCE)
+
+        assert {*received(manager)} == {"X=1"}
+        service.notify("STOPPING=1")
+        heard = received(manager)
+
+    assert heard == ["READY=1", "WATCHDOG=1", "STATUS=2 × n150", "STOPPING=1"]
 
 
 @pytest.mark.parametrize("address", ["", "/nowhere/notify"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -189,6 +190,23 @@ def test_every_example_is_installed() -> None:
 
     assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
     assert {path.name for path in DEB.glob("*.md")} < listed("docs")
+
+
+def test_each_fault_in_the_log_is_an_event_of_the_node() -> None:
+    """A chip's, and a board's of which chips are missing; not one that waits for a pod's end."""
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
+    rule, *_ = json.loads(example["data"]["journal.json"])["rules"]
+    ill = [chips_module.chip(bus, fault=kind) for bus, kind in enumerate(ttdp.Kind, 1)]
+    half = chips_module.chip(0x41, "p300c", serial="A" * 16)
+    held = [chips_module.chip(bus, "p300c", serial="B" * 16) for bus in (0x51, 0x52)]
+    holds = [chips_module.hold("p300", chips_module.bdf(0x51), buses=[0x51])]
+    decision = chips_module.decide([*ill, half, *held], ttdp.Settings(unit="board"), holds)
+
+    lines = [line for _, line in ttdp.changes(None, decision)]
+    events = [line for line in lines if re.fullmatch(rule["pattern"], line)]
+
+    assert events == [line for line in lines if "unhealthy: " in line]
+    assert len(events) == len(ill) + 1
 
 
 def test_the_first_configuration_sets_nothing(tmp_path: Path) -> None:
