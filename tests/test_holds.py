@@ -747,9 +747,10 @@ def test_an_entry_of_ours_that_cannot_be_read_is_one_line(
     assert FIRST in unreadable or how == "no pod"
 
 
+texts = st.text('aZ09/:=+.-"\\ \n\x00\x7fé😀', max_size=20)
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
 )
 
 

@@ -301,8 +301,11 @@ def test_sharing_has_labels() -> None:
     assert values("n150", "count product", gone, sharing=sharing) == ["0", None]
 
 
+versions = st.text("aZ019._-+/ \nü😀", max_size=90)
+
+
 @hypothesis_settings(deadline=None)
-@given(st.text(max_size=90), st.text(max_size=90))
+@given(versions, versions)
 @example("1" * 90, "2" * 90)
 def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: str) -> None:
     """The API server accepts each name and value."""

@@ -214,6 +214,36 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     assert not (was_granted and await is_granted(new))
 
 
+async def test_an_answer_has_the_settings_of_one_moment(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a link while hugepages and the kind of answers change."""
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
+    (node.root / "dev/hugepages").mkdir()
+    chip, _ = node.chips
+    daemon = await start(interval=3600)
+    Path(daemon.settings.cdi_dir).mkdir()
+    await kubelet.registered(N150)
+    link = chip.by_pci.rename(node.root / "link")
+    looks: list[str] = []
+    genuine = ttdp.link_path
+
+    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
+        looks.append(function.bdf)
+        return genuine(settings, function)
+
+    monkeypatch.setattr(ttdp, "link_path", look)
+
+    admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
+    await until(lambda: looks)
+    daemon.reload(hugepages="none", device_list_strategy="cdi")
+    await until(lambda: daemon.daemon.host.settings.hugepages == "none")
+    link.rename(chip.by_pci)
+    answer = await admission
+
+    assert answer.cdi_devices and not answer.devices and not answer.mounts
+
+
 # -- refusals and garbage --------------------------------------------------------------------------
 
 
