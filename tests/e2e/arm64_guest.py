@@ -1,4 +1,4 @@
-"""Runs on the arm64 machine: installs and runs the package. steps.py prints the results."""
+"""Runs on the arm64 machine: installs and runs the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.steps import JSON, PROBE, UNIT, properties, shell, status_with, step, wait_for
+from tests.e2e import probe
+from tests.e2e.steps import JSON, UNIT, properties, shell, status_with, step, wait_for
 from tests.world.node import SimulatedNode, Ticker
 
 CONFIG = Path("/etc/tt-device-plugin/config.toml")
@@ -67,43 +68,49 @@ class Kubelet:
         return [event["text"] for event in self._events if event["event"] == "violation"]
 
 
-with step("boot") as seen:
-    seen["kernel"] = f"Linux {platform.release()}, pages of {os.sysconf('SC_PAGE_SIZE')} bytes"
-    seen["machine"] = platform.machine()
-    seen["page size"] = os.sysconf("SC_PAGE_SIZE")
-    seen["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
-    checked = "apt-get check >/dev/null; echo $?"
-    seen["dpkg"] = shell(f"dpkg --print-architecture; dpkg --audit; {checked}")
+def main() -> None:
+    with step("boot") as found:
+        found["kernel"] = f"Linux {platform.release()}"
+        found["machine"] = platform.machine()
+        found["page size"] = os.sysconf("SC_PAGE_SIZE")
+        found["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
+        checked = "apt-get check >/dev/null; echo $?"
+        found["dpkg"] = shell(f"dpkg --print-architecture; dpkg --audit; {checked}")
 
-with step("install") as seen:
-    install = "apt-get install --yes -o Dpkg::Use-Pty=0 /srv/package.deb; echo status $?"
-    seen["output"] = shell(install)
-    seen["verify"] = shell(f"dpkg --verify {UNIT}")
-    seen["version"] = shell("tt-device-plugin --version")
-    seen["properties"] = properties("Type", "ActiveState", "SubState", "UnitFileState", "Result")
-    analysis = shell(f"systemd-analyze security {UNIT}")
-    seen["exposure"] = float(re.findall(r"Overall exposure level for \S+: ([\d.]+)", analysis)[0])
+    with step("install") as found:
+        install = "apt-get install --yes -o Dpkg::Use-Pty=0 /srv/package.deb; echo status $?"
+        found["output"] = shell(install)
+        found["verify"] = shell(f"dpkg --verify {UNIT}")
+        found["version"] = shell("tt-device-plugin --version")
+        found |= properties("Type", "ActiveState", "SubState", "UnitFileState", "Result")
+        analysis = shell(f"systemd-analyze security {UNIT}")
+        [exposure] = re.findall(r"Overall exposure level for \S+: ([\d.]+)", analysis)
+        found["exposure"] = float(exposure)
 
-with step("sandbox") as seen:
-    # 4:64 is the serial port.
-    script = ["sh", "-c", PROBE, "sh", "/srv/probe.py", "/srv/probe", "4 64"]
-    subprocess.run(script, check=True)
-    seen["answers"] = json.loads(Path("/srv/probe").read_text())
+    with step("sandbox") as found:
+        # 4:64 is the serial port.
+        script = ["sh", "-c", probe.RUN, "sh", probe.__file__, "/srv/probe", "4 64"]
+        subprocess.run(script, check=True)
+        found["answers"] = json.loads(Path("/srv/probe").read_text())
 
-node = SimulatedNode(NODE, nodes="mknod")
-for card in ("n150", "p300c"):
-    node.add(card)
-Ticker(node, 0.5).__enter__()
+    node = SimulatedNode(NODE, nodes="mknod")
+    for card in ("n150", "p300c"):
+        node.add(card)
+    with Ticker(node, 0.5), step("allocate") as found:
+        CONFIG.write_text(CONFIGURATION)
+        shell(f"systemctl restart {UNIT}")
+        status_with("waiting for kubelet")
 
-with step("allocate") as seen:
-    CONFIG.write_text(CONFIGURATION)
-    shell(f"systemctl restart {UNIT}")
-    status_with("waiting for kubelet")
-    kubelet = Kubelet()
-    for resource in (N150, P300):
-        kubelet.event("registered", resource=resource)
-        seen[resource] = kubelet.event("list", resource=resource)["healthy"]
-    seen["status"] = status_with("registered with kubelet")
-    kubelet.command(f"admit pod {P300}=2")
-    seen["admitted"] = kubelet.event("admitted", pod="pod")
-    seen["violations"] = kubelet.violations()
+        kubelet = Kubelet()
+        for resource in (N150, P300):
+            kubelet.event("registered", resource=resource)
+            found[resource] = kubelet.event("list", resource=resource)["healthy"]
+        found["status"] = status_with("registered with kubelet")
+
+        kubelet.command(f"admit pod {P300}=2")
+        found["admitted"] = kubelet.event("admitted", pod="pod")
+        found["violations"] = kubelet.violations()
+
+
+if __name__ == "__main__":
+    main()
