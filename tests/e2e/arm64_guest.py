@@ -8,12 +8,12 @@ import os
 import platform
 import re
 import subprocess
-import threading
+import tempfile
 from pathlib import Path
-from typing import Any
 
 from tests.e2e import probe
-from tests.e2e.steps import JSON, UNIT, properties, shell, status_with, step, wait_for
+from tests.e2e.kubelet import RemoteKubelet
+from tests.e2e.steps import PATIENCE, UNIT, properties, shell, status_with, step
 from tests.world.node import SimulatedNode, Ticker
 
 CONFIG = Path("/etc/tt-device-plugin/config.toml")
@@ -29,43 +29,15 @@ interval = 2.0
 N150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p300"
 
 
-class Kubelet:
-    """The reference kubelet as a separate process, with the Python packages in the package."""
-
-    def __init__(self) -> None:
-        [modules] = glob.glob("/var/cache/tt-device-plugin/*/site-packages")
-        environment = os.environ | {"PYTHONPATH": f"/srv/project:{modules}"}
-        command = ["/usr/bin/python3", "-m", "tests.world.kubelet", "--json", DIRECTORY]
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._events: list[JSON] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            self._events.append(json.loads(line))
-
-    def command(self, line: str) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-
-    def event(self, kind: str, **wanted: Any) -> JSON:
-        """Wait for the first event of a kind with these values."""
-
-        def found() -> JSON | None:
-            assert self._process.poll() is None, "the kubelet has ended"
-            for event in self._events:
-                if event["event"] == kind and wanted.items() <= event.items():
-                    return event
-            return None
-
-        return wait_for(found, lambda: f"{kind} {wanted} among {self._events}")
-
-    def violations(self) -> list[str]:
-        return [event["text"] for event in self._events if event["event"] == "violation"]
+def start_kubelet() -> RemoteKubelet:
+    """Start the reference kubelet, with the Python packages in the package."""
+    directory = Path(tempfile.mkdtemp())
+    kubelet = RemoteKubelet(directory, PATIENCE)
+    [modules] = glob.glob("/var/cache/tt-device-plugin/*/site-packages")
+    environment = os.environ | {"PYTHONPATH": f"/srv/project:{modules}"}
+    script = RemoteKubelet.script(DIRECTORY, str(directory))
+    subprocess.Popen(["sh", "-c", script], env=environment)
+    return kubelet
 
 
 def main() -> None:
@@ -101,15 +73,15 @@ def main() -> None:
         shell(f"systemctl restart {UNIT}")
         status_with("waiting for kubelet")
 
-        kubelet = Kubelet()
+        kubelet = start_kubelet()
         for resource in (N150, P300):
             kubelet.event("registered", resource=resource)
             found[resource] = kubelet.event("list", resource=resource)["healthy"]
         found["status"] = status_with("registered with kubelet")
 
-        kubelet.command(f"admit pod {P300}=2")
+        kubelet.tell(f"admit pod {P300}=2")
         found["admitted"] = kubelet.event("admitted", pod="pod")
-        found["violations"] = kubelet.violations()
+        found["violations"] = kubelet.events("violation")
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ GUEST = vm.Guest(
     platform=vm.amd64("forky"),
     packages=f"{vm.PACKAGES},containerd,runc",
     functions=("10.0", "11.0", "12.0", "13.0", "14.0", "15.0"),
-    kernel_modules=("overlay",),  # for containerd
     files={
         "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 node\n",  # which containerd copies
         "etc/hostname": "node\n",
         "etc/resolv.conf": "",
+        "etc/modules-load.d/containers.conf": "overlay\n",
         "etc/systemd/system/kubelet.service": KUBELET_UNIT,
         "etc/udev/rules.d/50-tenstorrent.rules": RULE,
     },

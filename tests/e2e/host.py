@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tests import pythons
 from tests.e2e.container import Container
+from tests.e2e.kubelet import RemoteKubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
 
@@ -25,8 +26,6 @@ PYZ = f"/usr/lib/{UNIT}/{UNIT}.pyz"
 DIRECTORY = "/var/lib/kubelet/device-plugins"
 CONFIG = "/etc/tt-device-plugin/config.toml"
 NEXT = "9.9.9"  # the version of the upgrade
-# Its commands come through a FIFO, which is opened for reading and writing, so that it has no end
-# when a test closes it.
 KUBELET = f"""
 [Unit]
 Description=Reference kubelet
@@ -34,8 +33,7 @@ StartLimitIntervalSec=0
 
 [Service]
 Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
-ExecStart=/bin/sh -c 'exec /usr/bin/python3 -m tests.world.kubelet --json {DIRECTORY} \\
-    <>/srv/shared/input >>/srv/shared/events'
+ExecStart=/bin/sh -c '{RemoteKubelet.script(DIRECTORY, "/srv/shared")}'
 
 [Install]
 WantedBy=multi-user.target
@@ -93,34 +91,39 @@ def unpacked_zipapp(deb: Path, tree: Path) -> Path:
     return tree / PYZ.lstrip("/")
 
 
+class Line(NamedTuple):
+    """A line of the daemon in the journal; `at`: seconds of CLOCK_MONOTONIC."""
+
+    at: float
+    priority: int
+    text: str
+
+
 class Host(Container):
     """The container, as tests use it. Times are seconds of CLOCK_MONOTONIC, the host's clock."""
 
     def __init__(self, suite: str, packages: Packages) -> None:
         super().__init__(suite, {ROOT: "/srv/project", packages.directory: "/srv/packages"})
         self.packages = packages
-        self._node: SimulatedNode | None = None
-        self._heartbeats = contextlib.ExitStack()
-        self._kubelets_input = self.shared / "input"
-        self._kubelets_events = self.shared / "events"
+        self.node = SimulatedNode(self.shared / "node")  # at first without cards
+        self.kubelet = RemoteKubelet(self.shared)
+        self._ticker = Ticker(self.node)
 
     # Its life.
 
     def start(self) -> None:
+        self._ticker.__enter__()
         shutil.copytree(self.packages.modules, self.shared / "python")
-        os.mkfifo(self._kubelets_input)
-        self._kubelets_events.touch()
         self._install_kubelet()
         self.boot()
         self._files_before = self.files()
 
     def power_on(self) -> None:
-        if self._node:
-            self._node.boot()  # the daemon reads the boot ID of the simulated node
+        self.node.boot()  # the daemon reads the boot ID of the simulated node
         super().power_on()
 
     def delete(self) -> None:
-        self._heartbeats.close()
+        self._ticker.__exit__()
         super().delete()
 
     def recover(self) -> None:
@@ -133,7 +136,7 @@ class Host(Container):
         """Return the end of the journal and of the kubelet's events."""
         shown = ("--no-pager", "--lines=30", "--output=short-monotonic")
         journal = self("journalctl", *shown, check=False)
-        return journal + "\n".join(self._kubelets_events.read_text().splitlines()[-12:])
+        return journal + self.kubelet.last_words()
 
     # The state that a test begins with.
 
@@ -141,30 +144,17 @@ class Host(Container):
         if not self.exists("/usr/bin/tt-device-plugin"):
             self.install(self.packages.current)
 
-    def have_cards(self) -> None:
-        """Have the package installed, and the daemon find cards with running firmware."""
-        is_new = not self._node
-        if is_new:
-            self._node = SimulatedNode(self.shared / "node")
+    def be_running(self) -> None:
+        """Have the daemon with cards, registered with a running kubelet."""
+        if not self.node.chips:
             for card in CARDS:
-                self._node.add(card)
-            self._heartbeats.enter_context(Ticker(self._node))
-
-        # A daemon that has started without this node has not read its boot ID.
-        if is_new or self.path(CONFIG).read_text() != CONFIGURATION:
+                self.node.add(card)
+        if self.path(CONFIG).read_text() != CONFIGURATION:
             self.write(CONFIG, CONFIGURATION)
             self.systemctl("restart", UNIT)
 
-    def be_running(self) -> None:
-        """Have the daemon registered with a running kubelet."""
-        self.have_cards()
         self.shell(f"systemctl daemon-reload; systemctl start {UNIT} kubelet")
-        self.status_becomes("registered with kubelet")
-
-    @property
-    def node(self) -> SimulatedNode:
-        assert self._node, "have_cards() was not called"
-        return self._node
+        self.status_becomes("4 × tenstorrent.com/n300", "registered with kubelet")
 
     # Files and packages.
 
@@ -197,26 +187,8 @@ class Host(Container):
         """Install packages with apt; return its output."""
         return self("apt-get", "install", "--yes", *packages)
 
-    # The kubelet.
-
     def _install_kubelet(self) -> None:
         self.write("/etc/systemd/system/kubelet.service", KUBELET)
-
-    def tell_kubelet(self, line: str) -> None:
-        with self._kubelets_input.open("w") as commands:
-            commands.write(line + "\n")
-
-    def events(self, since: float, kind: str, **wanted: Any) -> list[dict[str, Any]]:
-        """Return the kubelet's events of a kind since a moment, with these values."""
-        lines = self._kubelets_events.read_text().splitlines(keepends=True)
-        events = (json.loads(line) for line in lines if line.endswith("\n"))
-        events = (event for event in events if event["event"] == kind and event["at"] >= since)
-        return [event for event in events if wanted.items() <= event.items()]
-
-    def event(self, since: float, kind: str, **wanted: Any) -> dict[str, Any]:
-        """Wait for the first such event."""
-        what = f"the kubelet's event {kind} {wanted}"
-        return wait_until(lambda: self.events(since, kind, **wanted), what)[0]
 
     # The service.
 
@@ -258,24 +230,20 @@ class Host(Container):
 
         return wait_until(text, lambda: f"{parts} in the status {self.property('StatusText')!r}")
 
-    def journal(self, since: float = 0.0) -> list[tuple[float, int, str]]:
-        """Return times, priorities and messages of the daemon's own lines."""
+    def journal(self, since: float = 0.0) -> list[Line]:
+        """Return the daemon's own lines since a moment."""
+        output = self("journalctl", f"--unit={UNIT}", "--output=json", "--no-pager")
         found = []
-        for line in self(
-            "journalctl", f"--unit={UNIT}", "--output=json", "--no-pager"
-        ).splitlines():
+        for line in output.splitlines():
             entry = json.loads(line) if line.startswith("{") else {}
             if entry.get("SYSLOG_IDENTIFIER") == UNIT:
                 at = int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6
-                found.append((at, int(entry["PRIORITY"]), str(entry["MESSAGE"])))
-        return [entry for entry in found if entry[0] >= since]
+                found.append(Line(at, int(entry["PRIORITY"]), str(entry["MESSAGE"])))
+        return [line for line in found if line.at >= since]
 
-    def line(self, since: float, part: str, priority: int) -> str:
-        """Wait for the daemon's first line with a text; it must have this priority."""
-
-        def found() -> list[tuple[float, int, str]]:
-            return [entry for entry in self.journal(since) if part in entry[2]]
-
-        entry = wait_until(found, f"a line with {part!r} in the journal")[0]
-        assert entry[1] == priority, entry
-        return entry[2]
+    def line(self, since: float, part: str) -> Line:
+        """Wait for the daemon's first line with a text."""
+        return wait_until(
+            lambda: [line for line in self.journal(since) if part in line.text],
+            f"a line with {part!r} in the journal",
+        )[0]

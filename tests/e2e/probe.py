@@ -90,6 +90,7 @@ def main(device: str, process: str) -> None:
         "write to CDI's": writable("/var/run/cdi"),
         "write to labels": writable("/etc/kubernetes/node-feature-discovery/features.d"),
         "write to the node exporter's": writable("/var/lib/prometheus/node-exporter"),
+        "write to its own state": writable(os.environ["STATE_DIRECTORY"]),
         "a directory for everybody's locks": lock_directory,
         "write to /etc": writable("/etc"),
         "write to /usr": writable("/usr"),
@@ -153,6 +154,7 @@ ALLOWED = {
     "write to CDI's",
     "write to the node exporter's",
     "write to labels",
+    "write to its own state",
 }
 
 

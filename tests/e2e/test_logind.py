@@ -42,7 +42,16 @@ class System(Container):
         self.deb = f"/srv/packages/{deb.name}"
 
     def start(self) -> None:
-        self._unpack_image(self.shared / "image")
+        image = self.shared / "image"
+        image.mkdir()
+        with tarfile.open(umd.image()) as archive:  # an image with one layer
+            layer = archive.extractfile(max(archive.getmembers(), key=lambda member: member.size))
+            assert layer
+            unpack = ["tar", "-C", str(image), "-x"]
+            subprocess.run(unpack, input=layer.read(), check=True)
+        for name in ("dev/shm", "proc"):
+            (image / name).mkdir(parents=True, exist_ok=True)
+
         (self.shared / "enter.py").write_text(ENTER)
         # By default, logind deletes a user's files ten seconds after the last session.
         self.write("/etc/systemd/logind.conf.d/test.conf", "[Login]\nUserStopDelaySec=0\n")
@@ -50,18 +59,6 @@ class System(Container):
 
         self.boot()
         self("apt-get", "install", "--yes", self.deb)
-
-    def _unpack_image(self, image: Path) -> None:
-        """Make the containers' root file system."""
-        image.mkdir()
-        with tarfile.open(umd.image()) as archive:  # an image with one layer
-            layer = archive.extractfile(max(archive.getmembers(), key=lambda member: member.size))
-            assert layer
-            unpack = ["tar", "-C", str(image), "-x"]
-            subprocess.run(unpack, input=layer.read(), check=True)
-
-        for name in ("dev/shm", "proc"):
-            (image / name).mkdir(parents=True, exist_ok=True)
 
     def run_container(self, name: str, shm: str) -> str:
         """Start one with this /dev/shm; return whether it holds the lock or waits for it."""
@@ -89,7 +86,7 @@ class System(Container):
         sessions = ("loginctl", "list-sessions", "--no-legend")
         wait_until(lambda: str(USER) in self(*sessions), "the session")
 
-        # A file that logind deletes, too: when it has gone, the others would have gone as well.
+        # logind deletes this one in the same pass as all others of the user.
         user = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups")
         self(*user, "touch", "/dev/shm/marker")
         self("systemctl", "stop", "session")

@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import glob
 import os
+import time
 
 from tests.e2e.steps import JSON, shell, step
 
+BUS = "/sys/bus/pci/drivers/tenstorrent"
 RULES = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
 BLACKLIST = "/etc/modprobe.d/test.conf"
-DRIVER = "/usr/lib/modules/*/tenstorrent.ko"
-AS_DPKG_DOES = "DPKG_MAINTSCRIPT_PACKAGE=tt-device-plugin DPKG_MAINTSCRIPT_NAME=postinst"
-POSTINST = f"{AS_DPKG_DOES} /var/lib/dpkg/info/tt-device-plugin.postinst"
-REMOVE_DRIVER = f"mv {DRIVER} /root; depmod -a"
+REMOVE_DRIVER = "mv /usr/lib/modules/*/tenstorrent.ko /root; depmod -a"
 RETURN_DRIVER = "mv /root/tenstorrent.ko /usr/lib/modules/*/; depmod -a"
+# As dpkg runs it; the argument is the former version.
+POSTINST = (
+    "DPKG_MAINTSCRIPT_PACKAGE=tt-device-plugin DPKG_MAINTSCRIPT_NAME=postinst "
+    "/var/lib/dpkg/info/tt-device-plugin.postinst configure"
+)
+CHANGES = {
+    "two unbound": f"cd {BUS}; echo 0000:00:10.0 >unbind; echo 0000:00:11.0 >unbind",
+    "bound in the other order": f"cd {BUS}; echo 0000:00:11.0 >bind; echo 0000:00:10.0 >bind",
+    "driver unloaded": "rmmod tenstorrent",
+    "driver loaded": "modprobe tenstorrent",
+    "without the rule": f"""
+        mv {RULES} /root/rules
+        udevadm control --reload
+        udevadm trigger --subsystem-match=tenstorrent
+    """,
+    "installed with cards there": f"mv /root/rules {RULES}; {POSTINST} 0",
+    # First installations, which load the driver.
+    "installed with the driver not loaded": f"rmmod tenstorrent; {POSTINST} ''; echo status $?",
+    "installed with the driver not wanted": f"""
+        rmmod tenstorrent
+        echo 'blacklist tenstorrent' >{BLACKLIST}
+        {POSTINST} ''; echo status $?
+        rm {BLACKLIST}
+    """,
+    "installed without the driver": f"""
+        {REMOVE_DRIVER}
+        {POSTINST} ''; echo status $?
+        {RETURN_DRIVER}
+    """,
+    "purged": "modprobe tenstorrent; dpkg --purge tt-device-plugin",
+    # Nothing of the package asks for it any more.
+    "booted without the driver": f"""
+        rmmod tenstorrent
+        {REMOVE_DRIVER}
+        echo tenstorrent >/etc/modules-load.d/test.conf
+        systemctl restart systemd-modules-load
+        journalctl --unit=systemd-modules-load --output=cat --no-pager --lines=4
+    """,
+}
 
 
 def devices() -> JSON:
@@ -35,19 +73,6 @@ def timestamp(unit: str, name: str) -> int:
     return int(shell(f"systemctl show --value --property={name}TimestampMonotonic {unit}") or 0)
 
 
-def first_installation(before: str, after: str) -> JSON:
-    """Run postinst as for a first installation, with the driver not loaded; return what it did.
-
-    before, after: scripts around it.
-    """
-    shell(f"rmmod tenstorrent; {before}; journalctl --rotate; journalctl --vacuum-time=1s")
-    said = shell(f"{POSTINST} configure ''; echo status $?")
-    errors = shell("journalctl --priority=err --output=cat --no-pager --quiet")
-    found = {"said": said, "errors": errors} | devices()
-    shell(after)
-    return found
-
-
 def main() -> None:
     with step("boot") as found:
         found |= devices()
@@ -55,52 +80,13 @@ def main() -> None:
         found["loaded"] = timestamp("systemd-modules-load", "ActiveEnter")
         found["began"] = timestamp("tt-device-plugin", "ExecMainStart")
 
-    bound = glob.glob("/sys/bus/pci/drivers/tenstorrent/0*")
-    first, second, *_ = sorted(os.path.basename(path) for path in bound)
-    with step("two unbound") as found:
-        for address in (first, second):
-            shell(f"echo {address} > /sys/bus/pci/drivers/tenstorrent/unbind")
-        found |= devices()
-    with step("bound in the other order") as found:
-        for address in (second, first):
-            shell(f"echo {address} > /sys/bus/pci/drivers/tenstorrent/bind")
-        found |= devices()
-
-    with step("driver unloaded") as found:
-        shell("rmmod tenstorrent")
-        found |= devices()
-    with step("driver loaded") as found:
-        shell("modprobe tenstorrent")
-        found |= devices()
-
-    with step("without the rule") as found:
-        shell(f"mv {RULES} /root && udevadm control --reload")
-        shell("udevadm trigger --subsystem-match=tenstorrent")
-        found |= devices()
-    with step("installed with cards there") as found:
-        shell(f"mv /root/{os.path.basename(RULES)} {RULES} && {POSTINST} configure 0")
-        found |= devices()
-
-    with step("installed with the driver not loaded") as found:
-        found |= first_installation("true", "true")
-    with step("installed with the driver not wanted") as found:
-        found |= first_installation(
-            f"echo 'blacklist tenstorrent' > {BLACKLIST}", f"rm {BLACKLIST}"
-        )
-    with step("installed without the driver") as found:
-        found |= first_installation(REMOVE_DRIVER, RETURN_DRIVER)
-
-    with step("purged") as found:
-        shell("modprobe tenstorrent && dpkg --purge tt-device-plugin")
-        found |= devices()
-
-    with step("without the driver") as found:
-        shell(f"rmmod tenstorrent; {REMOVE_DRIVER}")
-        shell("echo tenstorrent > /etc/modules-load.d/tt-device-plugin.conf")
-        shell("systemctl restart systemd-modules-load")
-        found["status"] = shell("systemctl is-active systemd-modules-load")
-        shown = "--output=cat --no-pager --lines=4"
-        found["journal"] = shell(f"journalctl --unit systemd-modules-load {shown}")
+    for name, script in CHANGES.items():
+        with step(name) as found:
+            begun = time.time()
+            found["said"] = shell(script)
+            errors = f"journalctl --priority=err --since=@{begun:.3f} --output=cat --quiet"
+            found["errors"] = shell(f"{errors} --no-pager")
+            found |= devices()
 
 
 if __name__ == "__main__":

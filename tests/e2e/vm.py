@@ -14,13 +14,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from tests.e2e.container import CACHE, Missing, in_tree, is_fresh, require, root_tree, unpack
 from tests.e2e.steps import Steps
@@ -30,51 +28,42 @@ DRIVER = Path(__file__).with_name("driver")
 PACKAGES = "systemd,systemd-sysv,udev,dbus,kmod,python3"
 PROJECT = "srv/project"  # in the guest: tests.world and tests.e2e
 DEB = "srv/package.deb"  # the package under test
+MODULES = ("overlay",)  # of the kernel's, for containerd
 END = "The script has come to its end."
+# The kernel's arguments. An emulated machine on a busy host takes longer than systemd's 90 s; and
+# nobody logs in at the console, whose device it would wait for.
+CONSOLE = (
+    "console={0} panic=-1 quiet systemd.default_timeout_start_sec=900 "
+    "systemd.mask=serial-getty@{0}.service"
+)
 
 
 @dataclass(frozen=True)
 class Guest:
     """A virtual machine with a Debian release, on which one script runs."""
 
-    script: str
-    """The module of tests.e2e that runs when all else is started. It has the standard library."""
+    script: str  # a module of tests.e2e, which has the standard library only
     suite: str
     platform: Platform
     packages: str = PACKAGES
-    functions: Sequence[str] = ()
-    """The PCI functions' places on bus 0, such as "10.0"."""
-    is_installed: bool = True
-    """Whether the package under test is installed before the boot. It is at /srv/package.deb."""
-    kernel_modules: Sequence[str] = ()
-    """What is loaded at the boot, by the kernel's names."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of files by their paths, relative to the root."""
-    prepare: Callable[[Path], object] = lambda root: None
-    """What else is done to the root tree, at the end."""
-    disk: int = 0
-    """Bytes of the disk with the root file system, of which the host has only those in use. Without
-    a disk it is in memory."""
-    memory: int = 2048
-    """MiB, of which the host has only the pages in use."""
-    arguments: str = ""
-    """The kernel's."""
-    patience: float = 1800.0
-    """Seconds after which a run counts as hung, on a machine that has much else to do."""
+    functions: Sequence[str] = ()  # the PCI functions' places on bus 0, such as "10.0"
+    is_installed: bool = True  # the package under test, before the boot; it is /srv/package.deb
+    files: Mapping[str, str] = field(default_factory=dict)  # texts by paths below the root
+    prepare: Callable[[Path], object] = lambda root: None  # what else is done to the root tree
+    disk: int = 0  # bytes of the disk with the root file system; 0 if that is in memory
+    memory: int = 2048  # MiB; the host needs only the pages that the guest uses
+    arguments: str = ""  # the kernel's
+    patience: float = 1800.0  # seconds after which a run counts as hung, on a busy machine
 
 
 @dataclass(frozen=True)
 class Platform:
     """An emulated computer, and the root trees and kernels that it can boot."""
 
-    qemu: Sequence[str]
-    """The program, its accelerator, machine and processors."""
-    console: str
-    """The kernel's name of the serial port that is its console."""
-    port: Sequence[str]
-    """QEMU's arguments for another serial port, which the character device "steps" is behind."""
-    terminal: str
-    """That port in the guest."""
+    qemu: Sequence[str]  # the program, its accelerator, machine and processors
+    console: str  # the serial port that is the kernel's console, as the kernel names it
+    port: Sequence[str]  # QEMU's arguments for another one, before the character device "steps"
+    terminal: str  # that port in the guest
     make_root: Callable[[Guest, Path], Path]
     """Makes a guest's root tree in a directory; returns the kernel for it. Raises Missing."""
 
@@ -96,33 +85,48 @@ def run(guest: Guest, deb: Path) -> Steps:
             in_tree(root, "dpkg", "--install", f"/{DEB}")
         guest.prepare(root)
 
-        if guest.disk:
-            booted = _write_disk(root, guest.disk, work / "disk")
-        else:
-            booted = _write_initrd(root, work / "initrd")
+        pack = _to_disk if guest.disk else _to_initrd
+        qemu, arguments = pack(guest, root, work / "image")
         shutil.rmtree(root)
 
-        return _boot(guest, kernel, booted, work)
+        arguments += f" {CONSOLE.format(guest.platform.console)} {guest.arguments}"
+        qemu += ["-kernel", str(kernel), "-append", arguments]
+        return _boot(guest, qemu, work)
 
 
-def _boot(guest: Guest, kernel: Path, booted: _RootFileSystem, work: Path) -> Steps:
+def _to_disk(guest: Guest, root: Path, image: Path) -> tuple[list[str], str]:
+    """Write a root tree to a disk's image; return QEMU's and the kernel's arguments for it."""
+    require({"mke2fs": "e2fsprogs"})
+    with image.open("wb") as file:
+        file.truncate(guest.disk)  # of which the host has only what is used
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(image)], check=True)
+
+    # Debian's kernels for virtual machines have NVMe and ext4 built in, and need no initrd for
+    # them. The image is deleted after the run, so nothing has to be flushed to it.
+    drive = f"file={image},if=none,id=disk,format=raw,cache=unsafe"
+    return ["-drive", drive, "-device", "nvme,drive=disk,serial=disk"], "root=/dev/nvme0n1 rw"
+
+
+def _to_initrd(guest: Guest, root: Path, image: Path) -> tuple[list[str], str]:
+    """Do the same with an initial RAM file system, which is the root to the end."""
+    require({"busybox": "busybox-static"})
+    pack = 'find . | busybox cpio -o -H newc >"$1"'
+    subprocess.run(["sh", "-c", pack, "sh", str(image)], cwd=root, check=True)
+    return ["-initrd", str(image)], "rdinit=/sbin/init"
+
+
+def _boot(guest: Guest, qemu: Sequence[str], work: Path) -> Steps:
     """Run QEMU until the guest switches itself off; return the script's steps."""
     console, steps = work / "console", work / "steps"
-    terminal = guest.platform.console
-    # An emulated machine on a busy host takes longer than systemd's 90 s. Nobody logs in at the
-    # console, for whose device it would wait so long.
-    arguments = f"console={terminal} panic=-1 quiet systemd.default_timeout_start_sec=900"
-    arguments += f" systemd.mask=serial-getty@{terminal}.service"
-    qemu = [*guest.platform.qemu, "-m", str(guest.memory)]
-    qemu += ["-display", "none", "-nic", "none", "-no-reboot"]
-    qemu += ["-serial", f"file:{console}", "-chardev", f"file,id=steps,path={steps}"]
-    qemu += [*guest.platform.port, "-kernel", str(kernel), *booted.qemu]
-    qemu += ["-append", f"{arguments} {booted.arguments} {guest.arguments}"]
+    command = [*guest.platform.qemu, "-m", str(guest.memory)]
+    command += ["-display", "none", "-nic", "none", "-no-reboot"]
+    command += ["-serial", f"file:{console}"]
+    command += ["-chardev", f"file,id=steps,path={steps}", *guest.platform.port]
     for place in guest.functions:
-        qemu += ["-device", f"edu,addr={place}"]
+        command += ["-device", f"edu,addr={place}"]
 
     try:
-        status = subprocess.run(qemu, timeout=guest.patience).returncode
+        status = subprocess.run([*command, *qemu], timeout=guest.patience).returncode
         ended = f"QEMU ended with status {status}"
     except subprocess.TimeoutExpired:
         ended = f"the guest did not switch itself off within {guest.patience:g} s"
@@ -185,14 +189,6 @@ def put_files(root: Path, files: Mapping[str, str]) -> None:
 # -- amd64, and its kernel with the driver ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kernel:
-    release: str  # 6.1.0-56-cloud-amd64
-    image: Path
-    modules: Path  # /lib/modules/<release>
-    driver: Path  # tenstorrent.ko
-
-
 def amd64(release: str) -> Platform:
     """Return a computer that boots root trees of any release with the kernel of this one.
 
@@ -202,8 +198,9 @@ def amd64(release: str) -> Platform:
     def make_root(guest: Guest, root: Path) -> Path:
         kernel = _kernel(release)
         unpack(root_tree(guest.suite, guest.packages), root)
-        _put_modules(kernel, guest.kernel_modules, root)
-        return kernel.image
+        shutil.copytree(kernel / "modules", root / "usr/lib/modules", dirs_exist_ok=True)
+        in_tree(root, "depmod", "-a", next((kernel / "modules").iterdir()).name)
+        return kernel / "vmlinuz"
 
     # A thread for each processor. Counted instructions would be independent of the host's load, but
     # take twice the time.
@@ -216,35 +213,18 @@ def amd64(release: str) -> Platform:
     )
 
 
-def _put_modules(kernel: Kernel, names: Sequence[str], root: Path) -> None:
-    """Put the driver into a root tree, and those of the kernel's modules that its boot loads."""
-    modules = root / f"usr/lib/modules/{kernel.release}"
-    modules.mkdir(parents=True)
-    shutil.copy(kernel.driver, modules)
-    for path in kernel.modules.glob("modules.*"):
-        shutil.copy(path, modules)
+def _kernel(suite: str) -> Path:
+    """Return a directory with a Debian release's kernel, vmlinuz, and some modules; raises Missing.
 
-    for name in names:
-        [module] = kernel.modules.rglob(f"{name}.ko*")  # newer kernels' are compressed
-        target = modules / module.relative_to(kernel.modules)
-        target.parent.mkdir(parents=True)
-        shutil.copy(module, target)
-    put_files(root, {"etc/modules-load.d/guest.conf": "".join(f"{name}\n" for name in names)})
-
-    in_tree(root, "depmod", "-a", kernel.release)
-
-
-def _kernel(suite: str) -> Kernel:
-    """Return a Debian release's kernel, unpacked, and the driver, compiled for it; raises Missing.
-
-    They come from the cache, or are made.
+    modules/<release> has the driver, which is compiled for it, and MODULES. All is cached.
     """
     if os.uname().machine != "x86_64":
         raise Missing("the virtual machine is one for amd64")
     require({"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap"})
 
     sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
-    place = CACHE / f"kernel-{suite}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    key = hashlib.sha256(repr((sources, MODULES)).encode()).hexdigest()[:12]
+    place = CACHE / f"kernel-{suite}-{key}"
     if not is_fresh(place):
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as directory:
@@ -252,9 +232,7 @@ def _kernel(suite: str) -> Kernel:
             _make_kernel(suite, Path(directory, "tree"), made)
             shutil.rmtree(place, ignore_errors=True)
             made.rename(place)
-
-    [modules] = (place / "modules").iterdir()
-    return Kernel(modules.name, place / "vmlinuz", modules, place / "tenstorrent.ko")
+    return place
 
 
 # Runs while a tree with the kernel's headers and compiler is made, with apt set up for its suite.
@@ -296,70 +274,15 @@ def _make_kernel(suite: str, tree: Path, place: Path) -> None:
     if made.returncode:
         raise RuntimeError(f"the driver cannot be compiled:\n{made.stderr}")
 
-    place.mkdir()
-    kernel = tree / "srv/kernel"
-    # Newer packages have all below /usr.
-    [modules] = [*kernel.glob("lib/modules/*"), *kernel.glob("usr/lib/modules/*")]
-    [image] = [*kernel.glob("boot/vmlinuz-*"), *modules.glob("vmlinuz")]
+    unpacked = tree / "srv/kernel"
+    # Newer packages have all below /usr, and compress the modules.
+    [modules] = [*unpacked.glob("lib/modules/*"), *unpacked.glob("usr/lib/modules/*")]
+    [image] = [*unpacked.glob("boot/vmlinuz-*"), *modules.glob("vmlinuz")]
+    kept = place / "modules" / release
+    kept.mkdir(parents=True)
     shutil.copy(image, place / "vmlinuz")
-    shutil.copytree(modules, place / "modules" / release, symlinks=True)
-    shutil.copy(tree / "srv/driver/tenstorrent.ko", place)
-
-
-# -- the root file system --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _RootFileSystem:
-    qemu: Sequence[str]  # its arguments
-    arguments: str  # the kernel's
-
-
-def _write_disk(root: Path, size: int, disk: Path) -> _RootFileSystem:
-    """Write a root tree to the image of a disk with so many bytes."""
-    require({"mke2fs": "e2fsprogs"})
-    with disk.open("wb") as file:
-        file.truncate(size)
-    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(disk)], check=True)
-
-    # The kernels for virtual machines have NVMe and ext4 built in, and need no initrd for them. The
-    # image is deleted after the run, so nothing has to be flushed to it.
-    qemu = ["-drive", f"file={disk},if=none,id=disk,format=raw,cache=unsafe"]
-    qemu += ["-device", "nvme,drive=disk,serial=disk"]
-    return _RootFileSystem(qemu, "root=/dev/nvme0n1 rw")
-
-
-def _write_initrd(root: Path, initrd: Path) -> _RootFileSystem:
-    """Write a root tree to an initial RAM file system, which is the root to the end."""
-    with initrd.open("wb") as archive:
-        _write_cpio(root, archive)
-    return _RootFileSystem(["-initrd", str(initrd)], "rdinit=/sbin/init")
-
-
-def _write_cpio(root: Path, archive: IO[bytes]) -> None:
-    """Write a root tree as the kernel takes it for an initial RAM file system (cpio, "newc")."""
-    for number, (name, path) in enumerate([*_paths(root), ("TRAILER!!!", None)], 1):
-        found = path.lstat() if path else None
-        mode = found.st_mode if found else 0
-
-        content = b""
-        if path and stat.S_ISLNK(mode):
-            content = os.fsencode(os.readlink(path))
-        elif path and stat.S_ISREG(mode):
-            content = path.read_bytes()
-
-        # Of one link each, and from 1970: neither is needed.
-        owner = (found.st_uid, found.st_gid) if found else (0, 0)
-        device = (os.major(found.st_rdev), os.minor(found.st_rdev)) if found else (0, 0)
-        encoded = os.fsencode(name) + b"\0"
-
-        fields = (number, mode, *owner, 1, 0, len(content), 0, 0, *device, len(encoded), 0)
-        header = b"070701" + b"".join(b"%08X" % field for field in fields) + encoded
-        archive.write(header + bytes(-len(header) % 4) + content + bytes(-len(content) % 4))
-
-
-def _paths(root: Path) -> Iterator[tuple[str, Path]]:
-    for directory, names, files in os.walk(root):
-        for name in sorted([*names, *files]):
-            path = Path(directory, name)
-            yield str(path.relative_to(root)), path
+    for path in (tree / "srv/driver/tenstorrent.ko", *modules.glob("modules.*")):
+        shutil.copy(path, kept)
+    for name in MODULES:
+        [module] = modules.rglob(f"{name}.ko*")
+        shutil.copy(module, kept)
