@@ -49,7 +49,6 @@ def _guest(suite: str, system: vm.Platform) -> vm.Guest:
         platform=system,
         is_installed=False,  # the script does it
         memory=4096,
-        patience=3600,  # a run takes three to four minutes on an idle machine
     )
 
 

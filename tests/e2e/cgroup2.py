@@ -74,5 +74,4 @@ GUEST = vm.Guest(
     disk=3 << 30,
     memory=3072,
     arguments=f"hugepages=64 {JOURNAL}",
-    patience=2400,  # a run takes about ten minutes
 )
