@@ -163,7 +163,7 @@ class Host(Container):
         return self.root / path.lstrip("/")
 
     def holds(self, path: str) -> bool:
-        """Return whether a path exists in the container, mounts included."""
+        """Return whether a path exists as the container sees it, by its mounts and links."""
         return self.status_of("test", "-e", path) == 0
 
     def files(self) -> set[str]:
