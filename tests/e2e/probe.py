@@ -123,6 +123,8 @@ RUN = """
 set -e
 made="/dev/tenstorrent /var/lib/kubelet/pods /var/lib/prometheus"
 mkdir -p $made /var/lib/prometheus/node-exporter
+# Without a kubelet there is none, and the daemon makes it only some time after its parent is there.
+mkdir -p /var/lib/kubelet/device-plugins
 mkdir -p /etc/kubernetes/node-feature-discovery/features.d
 mknod -m 666 /dev/tenstorrent/7 c $3
 setpriv --reuid=65534 --clear-groups sh -c ': <>/dev/tenstorrent/7'
