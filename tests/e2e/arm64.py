@@ -1,8 +1,8 @@
-"""An emulated arm64 machine with Debian's own kernel, systemd and Python.
+"""The platform arm64 of virtual machines, with Debian's own kernels, systemd and Python.
 
 An installation under emulation would be slow, so mmdebstrap installs a system of this machine's
-architecture. Then the arm64 packages of the same names replace its packages. With -icount the
-guest's clock counts instructions: on a busy host it is slow, but not late by its own clock.
+architecture. Then the arm64 packages of the same names replace its packages. It takes a minute or
+two, and is cached.
 """
 
 from __future__ import annotations
@@ -12,120 +12,91 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e import vm
-from tests.e2e.container import CACHE, FRESH, Missing, root_tree
-from tests.world.processes import ROOT
+from tests.e2e.container import CACHE, Missing, is_fresh, require, root_tree, unpack
 
 ARCHITECTURE = "arm64"
-TERMINAL = "/dev/ttyS0"  # of a PCI card; the board's own serial port is the console
-TIMEOUT = 3600.0  # seconds; a run takes three to four minutes on an idle machine
-MEMORY = 4096  # MiB; the host needs only the pages that the guest uses
 
 
-@dataclass(frozen=True)
-class Release:
-    """A release of Debian, with the kernel and the processor of the test."""
+def platform(kernel: str, processor: str) -> vm.Platform:
+    """Return a computer with this processor, and the kernel of a package that depends on it."""
 
-    name: str
-    suite: str
-    kernel: str  # the package that depends on the newest kernel
-    processor: str
-    page_size: int
+    def make_root(guest: vm.Guest, root: Path) -> Path:
+        require({"qemu-system-aarch64": "qemu-system-arm", "mmdebstrap": "mmdebstrap"})
+        system = _system(guest.suite, guest.packages, kernel)
+        unpack(system / "root.tar", root)
+        return system / "kernel"
 
-
-# With branch target identification and pointer authentication, which Debian 13's C library uses.
-EVERYTHING = "max,pauth-impdef=on"
-RELEASES = (
-    Release("bookworm", "bookworm", "linux-image-arm64", "neoverse-n1", 4096),
-    Release("trixie-16k", "trixie", "linux-image-arm64-16k", EVERYTHING, 16384),
-)
-
-
-def run(release: Release, deb: Path, script: Path) -> str:
-    """Boot a system, run a Python script on it, and return its output; raises Missing.
-
-    The package and probe.py are in /srv, and the script can import tests.world.
-    """
-    place = system(release.suite)
-    with tempfile.TemporaryDirectory(prefix="ttdp-arm64-", dir="/var/tmp") as directory:
-        work = Path(directory)
-        added = work / "added"
-        _add_files(added, deb, script)
-        # Several archives in one file are one file system.
-        with (work / "initrd").open("wb") as initrd:
-            with (place / "root.cpio").open("rb") as base:
-                shutil.copyfileobj(base, initrd)
-            vm.write_cpio(added, initrd)
-        said, console = work / "said", work / "console"
-        qemu = ["qemu-system-aarch64", "-machine", "virt,gic-version=3", "-cpu", release.processor]
-        qemu += ["-icount", "shift=1,sleep=on", "-smp", "1", "-m", str(MEMORY), *vm.HEADLESS]
-        qemu += ["-kernel", str(place / release.kernel), "-initrd", str(work / "initrd")]
-        qemu += ["-append", "console=ttyAMA0 panic=-1 quiet"]
-        qemu += ["-serial", f"file:{console}", "-chardev", f"file,id=said,path={said}"]
-        qemu += ["-device", "pci-serial,chardev=said"]
-        return vm.run_to_end(qemu, said, console, TIMEOUT)
+    # With -icount the guest's clock counts instructions: on a busy host it is slow, but not late by
+    # its own clock. The board has one serial port, so the other is of a PCI card.
+    qemu = ("qemu-system-aarch64", "-machine", "virt,gic-version=3", "-cpu", processor)
+    return vm.Platform(
+        qemu=(*qemu, "-icount", "shift=1,sleep=on", "-smp", "1"),
+        console="ttyAMA0",
+        port=("-device", "pci-serial,chardev=steps"),
+        terminal="/dev/ttyS0",
+        make_root=make_root,
+    )
 
 
-def _add_files(root: Path, deb: Path, script: Path) -> None:
-    unit = vm.service("/srv/script.py", TERMINAL)
-    vm.put_files(root, {"init": vm.INIT}, 0o755)
-    vm.put_files(root, {"etc/systemd/system/script.service": unit})
-    wanted = root / "etc/systemd/system/multi-user.target.wants"
-    wanted.mkdir()
-    (wanted / "script.service").symlink_to("../script.service")
-    vm.put_modules(root)
-    shutil.copy(ROOT / "tests/e2e/probe.py", root / "srv")
-    shutil.copy(script, root / "srv/script.py")
-    shutil.copy(deb, root / "srv/package.deb")
+def _guest(suite: str, system: vm.Platform) -> vm.Guest:
+    return vm.Guest(
+        script="arm64_guest",
+        suite=suite,
+        platform=system,
+        is_installed=False,  # the script does it
+        memory=4096,
+    )
 
 
-def system(suite: str) -> Path:
-    """Return a directory with a root tree, root.cpio, and kernels by their packages' names.
+# The second processor has branch target identification and pointer authentication, which Debian
+# 13's C library uses.
+GUESTS = {
+    "bookworm": _guest("bookworm", platform("linux-image-arm64", "neoverse-n1")),
+    "trixie-16k": _guest("trixie", platform("linux-image-arm64-16k", "max,pauth-impdef=on")),
+}
 
-    It is cached; to make it takes a minute or two. Raises Missing.
-    """
-    if not shutil.which("qemu-system-aarch64") or not shutil.which("mmdebstrap"):
-        raise Missing("apt-get install --no-install-recommends qemu-system-arm mmdebstrap")
-    kernels = sorted({release.kernel for release in RELEASES if release.suite == suite})
-    key = hashlib.sha256(repr((vm.TREE, kernels)).encode() + Path(__file__).read_bytes())
+
+def _system(suite: str, packages: str, kernel: str) -> Path:
+    """Return a directory with root.tar, a root tree, and kernel; raises Missing."""
+    key = hashlib.sha256(repr((packages, kernel)).encode() + Path(__file__).read_bytes())
     place = CACHE / f"{suite}-{ARCHITECTURE}-{key.hexdigest()[:12]}"
-    if place.exists() and time.time() - place.stat().st_mtime < FRESH:
+    if is_fresh(place):
         return place
-    installed = root_tree(suite, vm.TREE)
+
+    installed = root_tree(suite, packages)
     shutil.rmtree(place, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{suite}-{ARCHITECTURE}-") as directory:
-        work, half = Path(directory), Path(directory, "made")
-        half.mkdir()
-        root = work / "root"
-        root.mkdir()
-        subprocess.run(["tar", "-C", str(root), "-xf", str(installed)], check=True)
+        work = Path(directory)
+        root, made = work / "root", work / "made"
+        unpack(installed, root)
         names = [*_entries(root / "var/lib/dpkg/status")]
-        packages = _download(suite, names, kernels, work / "packages")
-        for kernel in kernels:
-            _extract_kernel(packages, kernel, half / kernel)
-        _become_arm64(root, packages)
-        with (half / "root.cpio").open("wb") as archive:
-            vm.write_cpio(root, archive)
-        half.rename(place)
+        debs = _download(suite, names, kernel, work / "packages")
+        _become_arm64(root, debs)
+
+        made.mkdir()
+        _extract_kernel(debs, kernel, made / "kernel")
+        tar = ["tar", "-C", str(root), "--numeric-owner", "-cf", str(made / "root.tar"), "."]
+        subprocess.run(tar, check=True)
+        made.rename(place)
     return place
 
 
-def _download(suite: str, names: Sequence[str], kernels: Sequence[str], into: Path) -> list[Path]:
-    """Fetch the arm64 packages of these names, and the kernels' dependencies; raises Missing."""
+def _download(suite: str, names: Sequence[str], kernel: str, into: Path) -> list[Path]:
+    """Fetch the arm64 packages of these names, and of the kernel; raises Missing."""
     into.mkdir()
-    depends = f"apt-cache depends {' '.join(kernels)}"
     # mmdebstrap sets up apt for the other suite and architecture; its tree is not used.
     script = f"""
         set -e
         export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"
         cd {into}
-        apt-get download {" ".join([*names, *kernels])}
-        apt-get download $({depends} | sed -n 's/^ *Depends: linux-image/linux-image/p')
+        apt-get download {" ".join([*names, kernel])}
+        apt-get download $(
+            apt-cache depends {kernel} | sed -n 's/^ *Depends: linux-image/linux-image/p'
+        )
     """
     command = ["mmdebstrap", "--quiet", "--variant=extract", f"--architectures={ARCHITECTURE}"]
     command += ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"]
@@ -170,13 +141,16 @@ def _become_arm64(root: Path, packages: Sequence[Path]) -> None:
     for libraries in root.glob("usr/lib/*-linux-gnu"):
         shutil.rmtree(libraries)
     (root / "etc/ld.so.cache").unlink()  # optional, and of the other architecture
+
     entries = []
     for name, old in _entries(status).items():
         package = _package(packages, name)
         control = _field(package)
+
         # dpkg adds two fields to those of the package.
         conffiles = re.findall(r"(?m)^Conffiles:\n(?: .*\n?)+", f"{old}\n")
         entries.append("".join([control, "Status: install ok installed\n", *conffiles]))
+
         for path in info.glob(f"{name}[.:]*"):
             path.unlink()
         same = re.search(r"(?m)^Multi-Arch: same$", control)
@@ -184,12 +158,14 @@ def _become_arm64(root: Path, packages: Sequence[Path]) -> None:
         unpacked = _tar(package, "-C", str(root), "-v", "--keep-directory-symlink").decode()
         files = [line.removeprefix(".").rstrip("/") or "/." for line in unpacked.splitlines()]
         (info / f"{prefix}.list").write_text("".join(f"{file}\n" for file in files))
+
         extracted = root.parent / "control"
         subprocess.run(["dpkg-deb", "--control", str(package), str(extracted)], check=True)
         (extracted / "control").unlink()
         for path in extracted.iterdir():
             shutil.copy(path, info / f"{prefix}.{path.name}")
         shutil.rmtree(extracted)
+
     status.write_text("\n".join(entries))
 
 

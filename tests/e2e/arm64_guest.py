@@ -1,4 +1,4 @@
-"""Runs on the arm64 machine: installs and runs the package. steps.py prints the results."""
+"""Runs on the arm64 machine: installs and runs the package."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import platform
 import re
 import subprocess
-import threading
+import tempfile
 from pathlib import Path
-from typing import Any
 
-from tests.e2e.steps import JSON, PROBE, UNIT, properties, shell, status_with, step, wait_for
+from tests.e2e import probe
+from tests.e2e.remote_kubelet import RemoteKubelet
+from tests.e2e.steps import PATIENCE, UNIT, properties, shell, status_with, step
 from tests.world.node import SimulatedNode, Ticker
 
 CONFIG = Path("/etc/tt-device-plugin/config.toml")
@@ -28,82 +29,60 @@ interval = 2.0
 N150, P300 = "tenstorrent.com/n150", "tenstorrent.com/p300"
 
 
-class Kubelet:
-    """The reference kubelet as a separate process, with the Python packages in the package."""
-
-    def __init__(self) -> None:
-        [modules] = glob.glob("/var/cache/tt-device-plugin/*/site-packages")
-        environment = os.environ | {"PYTHONPATH": f"/srv/project:{modules}"}
-        command = ["/usr/bin/python3", "-m", "tests.world.kubelet", "--json", DIRECTORY]
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._events: list[JSON] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            self._events.append(json.loads(line))
-
-    def command(self, line: str) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-
-    def event(self, kind: str, **wanted: Any) -> JSON:
-        """Wait for the first event of a kind with these values."""
-
-        def found() -> JSON | None:
-            assert self._process.poll() is None, "the kubelet has ended"
-            for event in self._events:
-                if event["event"] == kind and wanted.items() <= event.items():
-                    return event
-            return None
-
-        return wait_for(found, lambda: f"{kind} {wanted} among {self._events}")
-
-    def violations(self) -> list[str]:
-        return [event["text"] for event in self._events if event["event"] == "violation"]
+def start_kubelet() -> RemoteKubelet:
+    """Start the reference kubelet, with the Python packages in the package."""
+    directory = Path(tempfile.mkdtemp())
+    kubelet = RemoteKubelet(directory, PATIENCE)
+    [modules] = glob.glob("/var/cache/tt-device-plugin/*/site-packages")
+    environment = os.environ | {"PYTHONPATH": f"/srv/project:{modules}"}
+    script = RemoteKubelet.script(DIRECTORY, str(directory))
+    subprocess.Popen(["sh", "-c", script], env=environment)
+    return kubelet
 
 
-with step("boot") as seen:
-    seen["kernel"] = f"Linux {platform.release()}, pages of {os.sysconf('SC_PAGE_SIZE')} bytes"
-    seen["machine"] = platform.machine()
-    seen["page size"] = os.sysconf("SC_PAGE_SIZE")
-    seen["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
-    checked = "apt-get check >/dev/null; echo $?"
-    seen["dpkg"] = shell(f"dpkg --print-architecture; dpkg --audit; {checked}")
+def main() -> None:
+    with step("boot") as found:
+        found["kernel"] = f"Linux {platform.release()}"
+        found["machine"] = platform.machine()
+        found["page size"] = os.sysconf("SC_PAGE_SIZE")
+        found["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
+        checked = "apt-get check >/dev/null; echo $?"
+        found["dpkg"] = shell(f"dpkg --print-architecture; dpkg --audit; {checked}")
 
-with step("install") as seen:
-    install = "apt-get install --yes -o Dpkg::Use-Pty=0 /srv/package.deb; echo status $?"
-    seen["output"] = shell(install)
-    seen["verify"] = shell(f"dpkg --verify {UNIT}")
-    seen["version"] = shell("tt-device-plugin --version")
-    seen["properties"] = properties("Type", "ActiveState", "SubState", "UnitFileState", "Result")
-    analysis = shell(f"systemd-analyze security {UNIT}")
-    seen["exposure"] = float(re.findall(r"Overall exposure level for \S+: ([\d.]+)", analysis)[0])
+    with step("install") as found:
+        install = "apt-get install --yes -o Dpkg::Use-Pty=0 /srv/package.deb; echo status $?"
+        found["output"] = shell(install)
+        found["verify"] = shell(f"dpkg --verify {UNIT}")
+        found["version"] = shell("tt-device-plugin --version")
+        found |= properties("Type", "ActiveState", "SubState", "UnitFileState", "Result")
+        analysis = shell(f"systemd-analyze security {UNIT}")
+        [exposure] = re.findall(r"Overall exposure level for \S+: ([\d.]+)", analysis)
+        found["exposure"] = float(exposure)
 
-with step("sandbox") as seen:
-    # 4:64 is the serial port.
-    script = ["sh", "-c", PROBE, "sh", "/srv/probe.py", "/srv/probe", "4 64"]
-    subprocess.run(script, check=True)
-    seen["answers"] = json.loads(Path("/srv/probe").read_text())
+    with step("sandbox") as found:
+        # 4:64 is the serial port.
+        script = ["sh", "-c", probe.RUN, "sh", probe.__file__, "/srv/probe", "4 64"]
+        subprocess.run(script, check=True)
+        found["answers"] = json.loads(Path("/srv/probe").read_text())
 
-node = SimulatedNode(NODE, nodes="mknod")
-for card in ("n150", "p300c"):
-    node.add(card)
-Ticker(node, 0.5).__enter__()
+    node = SimulatedNode(NODE, nodes="mknod")
+    for card in ("n150", "p300c"):
+        node.add(card)
+    with Ticker(node, 0.5), step("allocate") as found:
+        CONFIG.write_text(CONFIGURATION)
+        shell(f"systemctl restart {UNIT}")
+        status_with("waiting for kubelet")
 
-with step("allocate") as seen:
-    CONFIG.write_text(CONFIGURATION)
-    shell(f"systemctl restart {UNIT}")
-    status_with("waiting for kubelet")
-    kubelet = Kubelet()
-    for resource in (N150, P300):
-        kubelet.event("registered", resource=resource)
-        seen[resource] = kubelet.event("list", resource=resource)["healthy"]
-    seen["status"] = status_with("registered with kubelet")
-    kubelet.command(f"admit pod {P300}=2")
-    seen["admitted"] = kubelet.event("admitted", pod="pod")
-    seen["violations"] = kubelet.violations()
+        kubelet = start_kubelet()
+        for resource in (N150, P300):
+            kubelet.event("registered", resource=resource)
+            found[resource] = kubelet.event("list", resource=resource)["healthy"]
+        found["status"] = status_with("registered with kubelet")
+
+        kubelet.tell(f"admit pod {P300}=2")
+        found["admitted"] = kubelet.event("admitted", pod="pod")
+        found["violations"] = kubelet.events("violation")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Runs on the node with cgroup v2: what pods with devices go through, one step after the other.
 
-See steps.py for what it prints, and guestnode.py for the node.
+guestnode.py has the node.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def hand_over(node: GuestNode, last: list[Pod]) -> JSON:
     node.wait_output(job, "opened")
     Process(node.wait_running(job)[0]).signal(signal.SIGUSR1)
     wait_for(lambda: node.status(job).get("phase") == "Succeeded", lambda: node.why(job))
+
     second = node.started("after-the-job", ALL)
     node.delete(second)
     last.append(node.started("after-the-deletion", ALL, stubborn=True, grace=GRACE))
@@ -88,6 +89,7 @@ def forced(node: GuestNode, last: list[Pod]) -> JSON:
     first = last.pop()
     predecessor = Process(node.wait_running(first)[0])
     found: JSON = {"cgroup": predecessor.cgroup, "given too early": False, "last seen": 0.0}
+
     node.force_delete(first)
     second = node.create("successor", ALL)
 
@@ -98,6 +100,7 @@ def forced(node: GuestNode, last: list[Pod]) -> JSON:
         return not predecessor.exists
 
     wait_for(has_ended, "the predecessor to end")
+
     successor = Process(node.wait_running(second)[0])
     found["later"] = round(successor.started_at - found["last seen"], 2)
     found["waits"] = waits()
@@ -113,6 +116,7 @@ def crash_loop(node: GuestNode, last: list[Pod]) -> JSON:
     for _ in range(2):
         Process(container).signal(signal.SIGKILL)
         container = node.wait_restarted(pod, container)
+
     node.next_output([pod])
     [state] = node.status(pod)["containerStatuses"]
     node.delete(pod)
@@ -169,6 +173,7 @@ def locks(node: GuestNode, name: str) -> JSON:
     node.wait_output(one, "locked")
     other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=True)
     output = node.wait_output(other, "opened")
+
     chips = {chip_of(node.output(pod)) for pod in (one, other)}
     node.remove(one, other)
     return {"chips": sorted(chips), "taken": "taken" in output, "output": output[:8]}
@@ -224,70 +229,72 @@ def private_pages(node: GuestNode) -> JSON:
         for name, kind in kinds.items()
     }
     node.wait_running(*pods.values())
+
     for name, pod in pods.items():
         found[name] = node.wait_output(pod, "page is mapped")[:10]
         container = Process(node.wait_running(pod)[0])
         inside = Path(f"/proc/{container.pid}/root{PAGES}")
         found[f"files of {name}"] = sorted(path.name for path in inside.iterdir())
+
     found["free"].append(free_pages())
     node.remove(*pods.values())
     return found
 
 
 def main() -> None:
-    with step("boot") as seen:
-        seen["kernel"] = platform.release()
-        seen["cgroup"] = shell("stat --file-system --format=%T /sys/fs/cgroup")
-        seen["controllers"] = (CGROUPS / "cgroup.controllers").read_text().split()
+    with step("boot") as found:
+        found["kernel"] = platform.release()
+        found["cgroup"] = shell("stat --file-system --format=%T /sys/fs/cgroup")
+        found["controllers"] = (CGROUPS / "cgroup.controllers").read_text().split()
         mounts = Path("/proc/mounts").read_text().splitlines()
-        seen["version 1"] = [line for line in mounts if line.split()[2] == "cgroup"]
-        seen["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
+        found["version 1"] = [line for line in mounts if line.split()[2] == "cgroup"]
+        found["failed units"] = shell("systemctl list-units --failed --no-legend --plain")
         for program in ("systemctl", "containerd", "runc", "kubelet"):
-            seen[program] = shell(f"{program} --version").splitlines()[0]
-        seen[UNIT] = shell(f"dpkg-query --show {UNIT}")
+            found[program] = shell(f"{program} --version").splitlines()[0]
+        found[UNIT] = shell(f"dpkg-query --show {UNIT}")
 
     node = GuestNode()
-    with step("node") as seen:
+    with step("node") as found:
         configure(SHARING)
         node.start()
-        seen["status"] = status_with(f"{EXCLUSIVE} × {RESOURCE}", f"1 × {HALF}", "registered")
+        found["status"] = status_with(f"{EXCLUSIVE} × {RESOURCE}", f"1 × {HALF}", "registered")
 
     last: list[Pod] = []
     for act in (hand_over, forced, crash_loop):
-        with step(act.__name__) as seen:
-            seen |= act(node, last)
+        with step(act.__name__) as found:
+            found |= act(node, last)
 
     # With device files.
     files = [node.create("init-and-main", ONE, init=True)]
     files.append(node.create("other", ONE, own_users=True))
-    with step("files") as seen:
-        seen |= given(node, *files)
-        seen |= users(node, files[-1])
-    with step("files locks") as seen:
-        seen |= locks(node, "files")
-    with step("both_killed") as seen:
-        seen |= both_killed(node, files)
+    with step("files") as found:
+        found |= given(node, *files)
+        found |= users(node, files[-1])
+    with step("files locks") as found:
+        found |= locks(node, "files")
+    with step("both_killed") as found:
+        found |= both_killed(node, files)
 
     # By their CDI names, beside those.
     configure(f'device_list_strategy = "cdi"\n{SHARING}')
     by_name = [node.create("cdi", ONE), node.create("cdi-other", ONE, own_users=True)]
-    with step("cdi") as seen:
-        seen |= given(node, *by_name)
-        seen |= users(node, by_name[-1])
-    with step("cdi locks") as seen:
-        seen |= locks(node, "cdi")
+    with step("cdi") as found:
+        found |= given(node, *by_name)
+        found |= users(node, by_name[-1])
+    with step("cdi locks") as found:
+        found |= locks(node, "cdi")
 
-    with step("reload") as seen:
-        seen |= reload(node, files + by_name)
-    with step("files renumbered") as seen:
-        seen |= renumbered(node, files)
-    with step("cdi renumbered") as seen:
-        seen |= renumbered(node, by_name)
+    with step("reload") as found:
+        found |= reload(node, files + by_name)
+    with step("files renumbered") as found:
+        found |= renumbered(node, files)
+    with step("cdi renumbered") as found:
+        found |= renumbered(node, by_name)
 
-    with step("pages") as seen:
+    with step("pages") as found:
         node.remove(*files, *by_name)
         configure(SHARING)
-        seen |= private_pages(node)
+        found |= private_pages(node)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""System containers: a minimal Debian with its own systemd, booted by systemd-nspawn.
+"""Containers: a minimal Debian with its own systemd, booted by systemd-nspawn.
 
 The host needs neither systemd nor machined: the container is not registered with anybody, gets a
 cgroup of its own in the unified hierarchy and is entered with nsenter. Its network has nothing but
-a loopback interface.
+a loopback interface. Virtual machines (vm.py) have their root trees from here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,24 +27,17 @@ C = TypeVar("C", bound="Container")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
 FRESH = 14 * 86400  # seconds for which a root tree is used again
+PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {
-    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    "PATH": PATH,
     "LC_ALL": "C.UTF-8",
     "DEBIAN_FRONTEND": "noninteractive",
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
-# In a mount namespace of its own: nspawn wants the unified hierarchy and a tmpfs.
-BOOT = """
-set -e
-mount -t cgroup2 cgroup2 /sys/fs/cgroup
-mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$NAME"
-mount -t tmpfs tmpfs /run/systemd/nspawn
-echo $$ > "/sys/fs/cgroup/$NAME/cgroup.procs"
-# The container's systemd makes a BPF program of DevicePolicy=.
-exec systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network \\
-    --machine="$NAME" --system-call-filter=bpf --capability=CAP_BPF,CAP_NET_ADMIN "$@"
-"""
+
+
+# -- what a run needs ------------------------------------------------------------------------------
 
 
 class Missing(Exception):
@@ -62,24 +55,40 @@ def optional(*, unless: bool = False) -> Iterator[None]:
         pytest.skip(f"NOT RUN: {reason}")
 
 
+def require(tools: Mapping[str, str]) -> None:
+    """Raise Missing, which says what to install, unless these tools are here.
+
+    tools: the Debian package of each.
+    """
+    if missing := [package for tool, package in tools.items() if not shutil.which(tool)]:
+        raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
+
+
 def require_root(**tools: str) -> None:
     """End the run with one line if it lacks root or a tool, given with its Debian package."""
     if os.geteuid() != 0:
         pytest.exit("run this as root: it boots systems", returncode=1)
-    tools = {"mmdebstrap": "mmdebstrap", "systemd_nspawn": "systemd-container", **tools}
-    missing = [name for tool, name in tools.items() if not shutil.which(tool.replace("_", "-"))]
-    if missing:
-        pytest.exit(f"apt-get install --no-install-recommends {' '.join(missing)}", returncode=1)
+
+    named = {tool.replace("_", "-"): package for tool, package in tools.items()}
+    try:
+        require({"mmdebstrap": "mmdebstrap", "systemd-nspawn": "systemd-container", **named})
+    except Missing as reason:
+        pytest.exit(str(reason), returncode=1)
+
+
+# -- root trees ------------------------------------------------------------------------------------
 
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """Return a tarball of a minimal system, from the cache or made; raises Missing."""
+    # A mirror can be older than the time for which its indexes are valid.
     arguments = ["--variant=minbase", f"--include={packages}"]
     arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
     key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
     tarball = CACHE / f"{suite}-{key}.tar"
-    if tarball.exists() and time.time() - tarball.stat().st_mtime < FRESH:
+    if is_fresh(tarball):
         return tarball
+
     CACHE.mkdir(parents=True, exist_ok=True)
     half = tarball.with_suffix(f".{os.getpid()}.tar")
     made = subprocess.run(
@@ -89,28 +98,72 @@ def root_tree(suite: str, packages: str = PACKAGES) -> Path:
         half.unlink(missing_ok=True)
         reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
         raise Missing(f"no root tree of {suite}: {reason}")
+
     half.rename(tarball)
     return tarball
 
 
+def is_fresh(cached: Path) -> bool:
+    """Return whether something was made for the cache, and not so long ago that it is stale."""
+    return cached.exists() and time.time() - cached.stat().st_mtime < FRESH
+
+
+def unpack(tarball: Path, root: Path) -> None:
+    """Unpack a root tree into a directory, which is made."""
+    root.mkdir()
+    subprocess.run(["tar", "-C", str(root), "-xf", str(tarball)], check=True)
+
+
+def in_tree(root: Path, *command: str) -> str:
+    """Run a command in a root tree that is not booted; return its output."""
+    inside = ["chroot", str(root), "/usr/bin/env", f"PATH={PATH}", *command]
+    done = subprocess.run(inside, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+# -- containers ------------------------------------------------------------------------------------
+
+
+# Runs systemd-nspawn for the machine $1. It wants the unified hierarchy and a tmpfs, which the host
+# may not have there, so this has a mount namespace of its own.
+NSPAWN = """
+set -e
+name=$1
+shift
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /run/systemd/nspawn "/sys/fs/cgroup/$name"
+mount -t tmpfs tmpfs /run/systemd/nspawn
+echo $$ > "/sys/fs/cgroup/$name/cgroup.procs"
+exec systemd-nspawn --quiet --register=no --keep-unit --console=pipe --machine="$name" "$@"
+"""
+
+
 class Container:
-    """One system, booted and deleted with the context; it can be booted several times."""
+    """One system, booted and deleted with the context; it can be booted several times.
+
+    A subclass prepares it in start(). Whatever it is called with is run in it:
+    container("systemctl", "start", "x") returns what that prints, and fails if that fails.
+    """
 
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
         """binds: what of the host is where in it, read-only. packages: what it has."""
         tree = root_tree(suite, packages)
-        work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
-        self.root = work / "root"
-        self.shared = work / "shared"  # /srv/shared, read-write
-        self.console = work / "console.log"
+        self._work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
+        self.root = self._work / "root"
+        self.shared = self._work / "shared"  # /srv/shared, read-write
         self.name = f"ttdp-{suite}-{os.getpid()}"
-        self.arguments = [f"--directory={self.root}", f"--bind={self.shared}:/srv/shared"]
-        self.arguments += [f"--bind-ro={source}:{target}" for source, target in binds.items()]
+        self.leader = 0  # the PID of its systemd, as the host sees it
+        self._console = self._work / "console.log"
         self._nspawn: subprocess.Popen[bytes] | None = None
-        self.leader = 0
-        self.root.mkdir()
+        self._binds = [f"--bind={self.shared}:/srv/shared"]
+        self._binds += [f"--bind-ro={source}:{target}" for source, target in binds.items()]
+
         self.shared.mkdir()
-        subprocess.run(["tar", "-C", str(self.root), "-xf", str(tree)], check=True)
+        unpack(tree, self.root)
+
+    # Its life.
 
     def __enter__(self: C) -> C:
         try:
@@ -127,27 +180,51 @@ class Container:
         """Boot, and prepare the system for the tests."""
         self.boot()
 
-    def boot(self, begun: Callable[[], object] = lambda: None) -> float:
-        """Boot, call `begun` early on, wait until all is started; returns the seconds taken."""
-        since = time.monotonic()
-        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", BOOT, "sh"]
-        with self.console.open("ab") as console:
+    def boot(self) -> None:
+        """Start it, and wait until it is up."""
+        self.power_on()
+        self.wait_up()
+
+    def power_on(self) -> None:
+        """Start it, and wait until its systemd runs."""
+        # The container's systemd makes a BPF program of DevicePolicy=.
+        options = ["--boot", "--private-network", "--system-call-filter=bpf"]
+        options += ["--capability=CAP_BPF,CAP_NET_ADMIN", *self._binds]
+        with self._console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                [*command, *self.arguments],
+                self.nspawn(*options),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "NAME": self.name},
             )
-        wait_until(self._begun, f"the systemd of {self.name}", 30)
-        begun()
-        what = f"{self.name} to be up, whose console says\n"
-        wait_until(self._up, lambda: f"{what}{self._last_words()}\n", 60)
-        return time.monotonic() - since
+        wait_until(self._has_begun, f"the systemd of {self.name}")
 
-    def _begun(self) -> bool:
+    def nspawn(self, *options: str) -> list[str]:
+        """Return the command that runs systemd-nspawn on the root tree with these options."""
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", NSPAWN, "sh"]
+        return [*command, self.name, f"--directory={self.root}", *options]
+
+    def wait_up(self) -> None:
+        """Wait until all units are started that are wanted at the boot."""
+        wait_until(self._is_up, lambda: f"{self.name} to be up:\n{self._console_end()}\n")
+
+    def shut_down(self) -> None:
+        """Power off in an orderly manner."""
+        assert self._nspawn
+        self("systemctl", "poweroff", check=False)
+        try:
+            self._nspawn.wait(60)
+        finally:
+            self._kill()
+
+    def delete(self) -> None:
+        """End it in whatever state it is, and delete its files."""
+        self._kill()
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _has_begun(self) -> bool:
         assert self._nspawn and self._nspawn.poll() is None, (
-            f"systemd-nspawn has ended:\n{self._last_words()}"
+            f"systemd-nspawn has ended:\n{self._console_end()}"
         )
         pid = self._nspawn.pid
         with contextlib.suppress(OSError, IndexError):
@@ -155,16 +232,28 @@ class Container:
             return Path(f"/proc/{self.leader}/comm").read_text() == "systemd\n"
         return False
 
-    def _up(self) -> bool:
-        assert self._begun(), f"systemd has ended:\n{self._last_words()}"
+    def _is_up(self) -> bool:
+        assert self._has_begun(), f"systemd has ended:\n{self._console_end()}"
         state = self("systemctl", "is-system-running", check=False).strip()
         return state in ("running", "degraded")
 
-    def _last_words(self) -> str:
-        return self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
+    def _console_end(self) -> str:
+        return self._console.read_text(errors="replace")[-2000:]
+
+    def _kill(self) -> None:
+        if self._nspawn:
+            if self._nspawn.poll() is None:
+                self._nspawn.kill()
+                with contextlib.suppress(OSError):
+                    os.kill(self.leader, 9)
+            self._nspawn.wait()
+            self._nspawn = None
+        remove_cgroups(f"/{self.name}")
+
+    # What is done in it.
 
     def run(self, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run a command in the container to its end."""
+        """Run a command to its end, which may fail."""
         entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(
             [*entering, *command],
@@ -176,7 +265,7 @@ class Container:
         )
 
     def __call__(self, *command: str, check: bool = True) -> str:
-        """Return standard output and error of a command in the container."""
+        """Return standard output and error of a command, which must succeed if `check`."""
         done = self.run("sh", "-c", 'exec "$@" 2>&1', "sh", *command)
         assert not check or done.returncode == 0, (
             f"{' '.join(command)}: status {done.returncode}:\n{done.stdout}"
@@ -184,54 +273,19 @@ class Container:
         return done.stdout
 
     def shell(self, script: str, check: bool = True) -> str:
+        """Do the same with a shell script, which ends at its first error."""
         return self("sh", "-ec", script, check=check)
 
     def status_of(self, *command: str) -> int:
-        return int(self("sh", "-c", '"$@" >/dev/null 2>&1; echo $?', "sh", *command))
+        """Return the exit status of a command, whose output is dropped."""
+        return self.run(*command).returncode
 
     def write(self, path: str, text: str) -> None:
+        """Write a file, and make its directory; this works also while it is not booted."""
         target = self.root / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
     def exists(self, path: str) -> bool:
+        """Return whether its root tree has this path; mounts are not seen, links not followed."""
         return os.path.lexists(self.root / path.lstrip("/"))
-
-    def files(self) -> set[str]:
-        """Return everything in the root tree but what logs and package management keep."""
-        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt",
-                "var/cache/debconf", "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc",
-                "sys")  # fmt: skip
-        found: set[str] = set()
-        for directory, names, files in os.walk(self.root):
-            place = os.path.relpath(directory, self.root)
-            paths = {name: os.path.normpath(os.path.join(place, name)) for name in names}
-            names[:] = [name for name in names if paths[name] not in kept]
-            found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
-        return found
-
-    def shut_down(self) -> float:
-        """Power off in an orderly manner; return the seconds that it took."""
-        assert self._nspawn
-        since = time.monotonic()
-        self("systemctl", "poweroff", check=False)
-        try:
-            self._nspawn.wait(60)
-        finally:
-            self.close()
-        return time.monotonic() - since
-
-    def close(self) -> None:
-        """End it in whatever state it is."""
-        if self._nspawn:
-            if self._nspawn.poll() is None:
-                self._nspawn.kill()
-                with contextlib.suppress(OSError):
-                    os.kill(self.leader, 9)
-            self._nspawn.wait()
-            self._nspawn = None
-        remove_cgroups(f"/{self.name}")
-
-    def delete(self) -> None:
-        self.close()
-        shutil.rmtree(self.root.parent, ignore_errors=True)

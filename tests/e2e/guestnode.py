@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.e2e.apiserver import PORT, ApiServer
@@ -186,6 +187,7 @@ class GuestNode:
         container["resources"] = {"limits": resources}
         filled = OPEN.replace("{term}", term).replace("{then}", then)
         command = ["sh", "-c", filled]
+
         spec: JSON = {
             "restartPolicy": "Never" if once else "Always",
             "terminationGracePeriodSeconds": grace,
@@ -198,6 +200,7 @@ class GuestNode:
             spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
         if init:
             spec["initContainers"] = [container | {"name": "init", "command": ["true"]}]
+
         manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
         self.api.add_pod(manifest, NODE_NAME)
         return Pod(name, self._object(name)["metadata"]["uid"])
@@ -284,26 +287,23 @@ class GuestNode:
     def next_output(self, pods: Sequence[Pod], lines: int = 2) -> dict[str, list[str]]:
         """Wait until each of these pods has written so many more lines; return those."""
         before = {pod: len(self.output(pod)) for pod in pods}
-        found = {}
-        for pod in pods:
-            wait_for(
-                lambda pod=pod: len(self.output(pod)) >= before[pod] + lines,  # type: ignore[misc]
-                lambda pod=pod: f"output of {self.why(pod)}",  # type: ignore[misc]
-            )
-            found[pod.name] = self.output(pod)[before[pod] :]
-        return found
+
+        def written(pod: Pod) -> list[str] | None:
+            more = self.output(pod)[before[pod] :]
+            return more if len(more) >= lines else None
+
+        return {pod.name: wait_for(partial(written, pod), partial(self.why, pod)) for pod in pods}
 
 
 # --- What the kernel shows ------------------------------------------------------------------------
 
 
 def cgroup_of(pod: Pod) -> Path | None:
-    """Return a pod's cgroup, by either driver's name."""
-    names = (f"pod{pod.uid}", f"-pod{pod.uid.replace('-', '_')}.slice")
-    for root in CGROUPS.glob("kubepods*"):
-        for path, _, _ in os.walk(root):
-            if path.endswith(names):
-                return Path(path)
+    """Return a pod's cgroup; the beginning of its name is that of its class of service."""
+    # Unlike glob(), os.walk() goes on if a directory is removed meanwhile.
+    for path, _, _ in os.walk(CGROUPS / "kubepods.slice"):
+        if path.endswith(f"-pod{pod.uid.replace('-', '_')}.slice"):
+            return Path(path)
     return None
 
 
@@ -352,6 +352,7 @@ def is_own_file(output: Sequence[str]) -> bool:
     """Return whether a container's last start found one device file: that of the chip it names."""
     starts = [index for index, line in enumerate(output) if line.startswith("TT_DEVICE_PLUGIN_")]
     last = output[starts[-1] :]
+
     chips = last[0].partition("=")[2].split(",")
     files = [line.split()[2] for line in last if line.startswith("file ")]
     numbers = device_numbers()
@@ -364,10 +365,12 @@ def swap(one: str, other: str) -> None:
     driver = "/sys/bus/pci/drivers/tenstorrent"
     for chip in (one, other):
         shell(f"echo {chip} > {driver}/unbind")
+
     # The lowest free number is given first.
     numbers = sorted((one, other), key=lambda chip: int(before[chip].partition(":")[2], 16))
     for chip in reversed(numbers):
         shell(f"echo {chip} > {driver}/bind")
+
     after = device_numbers()
     assert (after[one], after[other]) == (before[other], before[one]), (before, after)
 

@@ -1,6 +1,15 @@
 """Steps of the scripts that run on virtual machines, each of which prints what it found.
 
-That is one JSON object per line: the step, the guest's seconds that it took, and what it found.
+A script looks like this, and `Steps` is what its test gets:
+
+    def main() -> None:
+        with step("boot") as found:
+            found["failed"] = shell("systemctl list-units --failed --no-legend --plain")
+
+
+    if __name__ == "__main__":
+        main()
+
 Nothing is judged in the guest, but a step that does not come to its end says so, and the next one
 is tried. Standard library only.
 """
@@ -19,22 +28,25 @@ from typing import Any, TypeVar
 from tests.world.processes import wait_until
 
 UNIT = "tt-device-plugin"
-PATIENCE = 300.0  # seconds of the guest's clock, after which what was waited for will not happen
+PATIENCE = 1200.0  # seconds for what an emulated machine does in some, on a busy host
 JSON = dict[str, Any]
 T = TypeVar("T")
+
+
+# -- in the guest ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def step(name: str) -> Iterator[JSON]:
     """Print what is put into the dictionary; if the step fails also why, and the journal's end."""
-    found: JSON = {"step": name}
+    found: JSON = {}
     begun = time.monotonic()
     try:
         yield found
     except Exception:
         found["failed"] = f"{traceback.format_exc()}\n{shell('journalctl --no-pager --lines=40')}"
     found["seconds"] = round(time.monotonic() - begun, 1)
-    print(json.dumps(found), flush=True)
+    print(json.dumps({"step": name, "found": found}), flush=True)
 
 
 def shell(script: str) -> str:
@@ -51,7 +63,7 @@ def shell(script: str) -> str:
 
 
 def wait_for(condition: Callable[[], T | None], what: str | Callable[[], str]) -> T:
-    """Return the condition's first true value; an error names what was waited for."""
+    """Return the condition's first true value, for which an emulated machine gets more time."""
     return wait_until(condition, what, PATIENCE)
 
 
@@ -61,62 +73,36 @@ def properties(*names: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
-# Runs probe.py ($1) once in the service's own sandbox; its output is the file $2. The sandbox shows
-# processes of containers, so there is one of another user, with capabilities. $3 is the number of a
-# device that any user outside the sandbox can open.
-PROBE = """
-set -e
-made="/dev/tenstorrent /var/lib/kubelet/pods /var/lib/prometheus"
-mkdir -p $made /var/lib/prometheus/node-exporter
-mkdir -p /etc/kubernetes/node-feature-discovery/features.d
-mknod -m 666 /dev/tenstorrent/7 c $3
-setpriv --reuid=65534 --clear-groups sh -c ': <>/dev/tenstorrent/7'
-systemd-run --quiet --unit=other --uid=65534 \\
-    --property=AmbientCapabilities='CAP_NET_RAW CAP_SYS_CHROOT' sleep infinity
-probe="$1 /dev/tenstorrent/7 $(systemctl show --value --property=MainPID other)"
-# The end of the probe must not delete the daemon's run-time directory.
-sed -E -e 's/^Type=.*/Type=oneshot/' -e 's/^RuntimeDirectory=.*/RuntimeDirectory=probe/' \\
-    -e '/^(Restart|WatchdogSec|ExecReload|NotifyAccess|ExecStopPost|ExecStartPre=.*back-off)/d' \\
-    -e "s,^ExecStart=.*,ExecStart=/usr/bin/python3 $probe\\nStandardOutput=file:$2," \\
-    $(systemctl show --value --property=FragmentPath tt-device-plugin) \\
-    >/run/systemd/system/probe.service
-systemctl daemon-reload
-systemctl start probe
-systemctl stop other
-rm -r $made /run/systemd/system/probe.service
-systemctl daemon-reload
-"""
-ALLOWED = {
-    "stat a device",
-    "unix sockets",
-    "a socket in the run-time directory",
-    "kernel events",
-    "a directory for everybody's locks",
-    "name of another user's process",
-    "cgroup of another user's process",
-    "cgroups",
-    "write to the kubelet's directory",
-    "write to CDI's",
-    "write to the node exporter's",
-    "write to labels",
-}
-
-
-def assert_sandboxed(found: JSON) -> str:
-    """Check the output of probe.py; return a summary."""
-    assert found.pop("capabilities") == "0000000000000000"
-    assert found.pop("interfaces") in (["lo"], [])
-    allowed = {name for name, answer in found.items() if answer == "yes"}
-    assert allowed == ALLOWED, found
-    assert found["open a device"] == "Operation not permitted", found
-    return ", ".join(f"{name} ({found[name]})" for name in sorted(found.keys() - allowed))
-
-
 def status_with(*parts: str) -> str:
-    """Wait until the service's status text holds all of these, and return it."""
+    """Wait until the service's status text has all these parts, and return it."""
 
     def text() -> str:
         status = properties("StatusText")["StatusText"]
         return status if all(part in status for part in parts) else ""
 
     return wait_for(text, lambda: f"{parts} in the status {properties('StatusText')}")
+
+
+# -- in the test -----------------------------------------------------------------------------------
+
+
+class Steps:
+    """What a script has found: steps["boot"] is what its step with this name has put together."""
+
+    def __init__(self, written: str) -> None:
+        """written: all that the script has printed."""
+        lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
+        self._found: dict[str, JSON] = {line["step"]: line["found"] for line in lines}
+        self._written = written
+
+    def __getitem__(self, name: str) -> JSON:
+        """Return what a step has found; it must have come to its end."""
+        assert name in self._found, f"there is no step {name!r}; the script wrote:\n{self._written}"
+        found = self._found[name]
+        assert "failed" not in found, found["failed"]
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """The time that all steps took, by the guest's clock."""
+        return sum(float(found["seconds"]) for found in self._found.values())

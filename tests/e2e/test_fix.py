@@ -9,17 +9,21 @@ import pytest
 from tests.e2e import vm
 from tests.e2e.container import optional
 from tests.e2e.fix_guest import CHIP
+from tests.e2e.steps import Steps
 
-FUNCTIONS = ("10.0", "11.0")
+GUEST = vm.Guest(
+    script="fix_guest",
+    suite="bookworm",
+    platform=vm.amd64("bookworm"),
+    functions=("10.0", "11.0"),
+)
 DONE = [f"{CHIP} (n150): healthy; its users are not known", "nothing more needs to be done"]
 
 
 @pytest.fixture(scope="module")
-def steps(deb: Path) -> vm.Steps:
-    """The output of fix_guest.py, by step."""
+def steps(deb: Path) -> Steps:
     with optional():
-        said = vm.run("bookworm", deb, Path(__file__).with_name("fix_guest.py"), FUNCTIONS)
-    return vm.steps(said)
+        return vm.run(GUEST, deb)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +36,12 @@ def steps(deb: Path) -> vm.Steps:
         ("file removed", "make the device file again"),
     ],
 )
-def test_the_kernel_takes_each_step(steps: vm.Steps, name: str, step: str) -> None:
+def test_the_kernel_takes_each_step(steps: Steps, name: str, step: str) -> None:
     """One is enough; the driver and a device file with sysfs's numbers are there afterwards."""
     found = steps[name]
     said = found["said"]
-    assert [line for line in said if line.startswith(f"next step: {step}")], said
-    assert sum(line.startswith("next step: ") for line in said) == 1, said
+    taken = [line for line in said if line.startswith("next step: ")]
+    assert len(taken) == 1 and taken[0].startswith(f"next step: {step}"), said
     assert said[-3:] == [*DONE, "status 0"], said
 
     assert found["driver"] == "tenstorrent" and found["override"] in ("", "(null)")
@@ -47,15 +51,14 @@ def test_the_kernel_takes_each_step(steps: vm.Steps, name: str, step: str) -> No
     assert file["mode"] == ("0o666" if name == "file removed" else "0o600")
 
 
-def test_the_kernel_refuses_to_bind_what_is_kept_for_another_driver(steps: vm.Steps) -> None:
+def test_the_kernel_refuses_to_bind_what_is_kept_for_another_driver(steps: Steps) -> None:
     """Which `fix` clears first."""
     found = steps["kept for another driver"]
     assert "error" in found["broken"]  # ENODEV, for which dash has no name
-    line = "driver_override keeps it for vfio-pci, and is cleared first"
-    assert line in found["said"]
+    assert "driver_override keeps it for vfio-pci, and is cleared first" in found["said"]
 
 
-def test_a_driver_that_is_not_installed(steps: vm.Steps) -> None:
+def test_a_driver_that_is_not_installed(steps: Steps) -> None:
     """modprobe says so, and is not run twice."""
     said = steps["driver not installed"]["said"]
     assert any("Module tenstorrent not found" in line for line in said), said

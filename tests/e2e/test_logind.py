@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import umd
-from tests.e2e.container import PACKAGES, Container, require_root
+from tests.e2e.container import PACKAGES, Container, in_tree, require_root
 from tests.world.processes import wait_until
 
 SUITE = "trixie"
@@ -39,6 +39,9 @@ class System(Container):
 
     def __init__(self, deb: Path) -> None:
         super().__init__(SUITE, {deb.parent: "/srv/packages"}, TREE)
+        self.deb = f"/srv/packages/{deb.name}"
+
+    def start(self) -> None:
         image = self.shared / "image"
         image.mkdir()
         with tarfile.open(umd.image()) as archive:  # an image with one layer
@@ -48,28 +51,28 @@ class System(Container):
             subprocess.run(unpack, input=layer.read(), check=True)
         for name in ("dev/shm", "proc"):
             (image / name).mkdir(parents=True, exist_ok=True)
-        (self.shared / "enter.py").write_text(ENTER)
-        self.deb = f"/srv/packages/{deb.name}"
 
-    def start(self) -> None:
-        self.boot()
-        self("useradd", "--create-home", f"--uid={USER}", "somebody")
+        (self.shared / "enter.py").write_text(ENTER)
         # By default, logind deletes a user's files ten seconds after the last session.
         self.write("/etc/systemd/logind.conf.d/test.conf", "[Login]\nUserStopDelaySec=0\n")
-        self("systemctl", "restart", "systemd-logind")
+        in_tree(self.root, "useradd", "--create-home", f"--uid={USER}", "somebody")
+
+        self.boot()
         self("apt-get", "install", "--yes", self.deb)
 
     def run_container(self, name: str, shm: str) -> str:
         """Start one with this /dev/shm; return whether it holds the lock or waits for it."""
         mounts = 'mount --bind "$1" "$2/dev/shm" && mount -t proc proc "$2/proc"'
         script = f'{mounts} && exec python3 /srv/shared/enter.py "$@"'
+
         unit = ["systemd-run", "--quiet", "--collect", f"--unit={name}"]
         unit += ["--property=KillSignal=SIGKILL"]
         unit += [f"--property=StandardOutput=file:/srv/shared/{name}"]
         namespaces = ["unshare", "--mount", "--propagation=private"]
         namespaces += ["--pid", "--fork", "--kill-child", "sh", "-c", script, "sh"]
         self(*unit, *namespaces, shm, "/srv/shared/image", *umd.python(umd.HOLD))
-        return wait_until(lambda: self.states(name), f"{name} to report its state", 60)[0]
+
+        return wait_until(lambda: self.states(name), f"{name} to report its state")[0]
 
     def states(self, name: str) -> list[str]:
         """Return what a container has reported."""
@@ -81,18 +84,21 @@ class System(Container):
         session = ["--unit=session", f"--uid={USER}", "--property=PAMName=login"]
         self("systemd-run", "--quiet", "--collect", *session, "sleep", "infinity")
         sessions = ("loginctl", "list-sessions", "--no-legend")
-        wait_until(lambda: str(USER) in self(*sessions), "the session", 60)
+        wait_until(lambda: str(USER) in self(*sessions), "the session")
+
+        # logind deletes this one in the same pass as all others of the user.
         user = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups")
         self(*user, "touch", "/dev/shm/marker")
         self("systemctl", "stop", "session")
         is_deleted = ("test", "!", "-e", "/dev/shm/marker")
-        wait_until(lambda: self.status_of(*is_deleted) == 0, "logind to delete files", 60)
+        wait_until(lambda: self.status_of(*is_deleted) == 0, "logind to delete files")
 
     def stop_containers(self) -> None:
         units = [f"{name}.service" for name in UNITS]
         self("systemctl", "stop", *units, check=False)
         listed = ("systemctl", "list-units", "--all", "--no-legend", *units)
-        wait_until(lambda: not self(*listed), "the end of all containers", 60)
+        wait_until(lambda: not self(*listed), "the end of all containers")
+
         for name in UNITS:
             (self.shared / name).unlink(missing_ok=True)
 
@@ -113,8 +119,10 @@ def test_a_user_logs_out(system: System, place: str) -> None:
         assert system.run_container("owner", shm) == "holds"
         assert system.run_container("early", shm) == "waits"
         assert system("stat", "--format=%u", f"{shm}/{umd.LOCK}") == f"{USER}\n"
+
         system.log_in_and_out()
         late = system.run_container("late", shm)
+
         assert system("systemctl", "is-active", "owner") == "active\n"
         assert late == ("waits" if place == "/run/ttdp/shm" else "holds")
         if late == "waits":

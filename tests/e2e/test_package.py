@@ -1,45 +1,54 @@
 """The package on real systemd: every release of Debian gets a fresh system container.
 
+What is here needs systemd, its sandbox, dpkg or a boot. What the daemon tells systemd, and does at
+a reload, is in tests/test_systemd.py; how the program is extracted in test_start.py; what postinst
+checks in test_postinst.py.
+
 The tests run in the order of this file, as an operator would do things; each can also be run alone.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import probe
 from tests.e2e.conftest import Told
-from tests.e2e.host import CONFIG, CONFIGURATION, DIRECTORY, NEXT, RESOURCE, UNIT, Host, Packages
-from tests.e2e.steps import PROBE, assert_sandboxed
+from tests.e2e.host import (
+    CONFIG,
+    CONFIGURATION,
+    DIRECTORY,
+    NEXT,
+    PYZ,
+    RESOURCE,
+    UNIT,
+    Host,
+    Packages,
+)
 from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")
-P300 = "tenstorrent.com/p300"
 CACHE = "/var/cache/tt-device-plugin"
 LOCKS = "/run/ttdp/shm"
-PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
 WRITTEN = (
     "/run/cdi/tenstorrent.com-device.json",
     "/etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
     "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
 )
 BAD = 'log_level = "loud"\n'
+MANUAL = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
-CHECK_BEFORE = """\
-new=$(mktemp -d) && dpkg-deb -x {deb} $new
-program=$new/usr/lib/tt-device-plugin/tt-device-plugin.pyz
-SHIV_ROOT=$new/cache python3 -I -S $program check --config-only
-"""
 GET = """
 import urllib.request
 try:
@@ -71,12 +80,6 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
 
 
-def wait_for(seconds: float) -> None:
-    """Wait until this time has passed in which something else might happen."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end, f"{seconds:g} s have passed")
-
-
 # -- installation and sandbox ----------------------------------------------------------------------
 
 
@@ -85,12 +88,13 @@ def test_install_on_a_minimal_system(host: Host, told: Told) -> None:
     began = time.monotonic()
     output = host.install(host.packages.current)
     seconds = time.monotonic() - began
+
     assert "0 upgraded, 1 newly installed, 0 to remove" in output, output
+    assert host("dpkg", "--verify", UNIT) == ""
     names = ("Type", "ActiveState", "SubState", "UnitFileState", "Result")
     seen = [host.property(name) for name in names]
     assert seen == ["notify", "active", "running", "enabled", "success"], seen
     status = host.status_becomes("no Tenstorrent device")
-    assert host("dpkg", "--verify", UNIT) == ""
     told(f"apt install took {seconds:.1f} s; STATUS={status!r}")
 
 
@@ -102,21 +106,24 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
     [compiled] = tree.glob("__pycache__/ttdp.*.pyc")
     age = time.monotonic() - host.moment("ExecMainStart")
     assert compiled.stat().st_mtime < time.time() - age
+
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     version = host(*nobody, "tt-device-plugin", "--version").strip()
+
     size = sum(path.stat().st_size for path in tree.rglob("*") if path.is_file())
     assert size + host.path(PYZ).stat().st_size < 70e6
     told(f"{version}: {size / 1e6:.0f} MB below {CACHE}, compiled before the start")
 
 
-@pytest.mark.usefixtures("installed")
-def test_the_documents_have_the_names_that_the_man_page_gives(host: Host) -> None:
+def test_the_documents_have_the_names_that_the_man_page_gives(deb: Path) -> None:
     """Uncompressed, however long they get."""
-    page = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
-    paths = re.findall(r"(?m)^\.It Pa (/usr/share/doc/\S+)$", page)
-    assert len(paths) > 4
-    for path in paths:
-        assert [*host.path("/").glob(path.lstrip("/"))], path
+    named = re.findall(r"(?m)^\.It Pa (/usr/share/doc/\S+)$", MANUAL)
+    assert len(named) > 4
+
+    contents = subprocess.check_output(["dpkg-deb", "--contents", deb], text=True)
+    packed = {line.split()[5].lstrip(".").rstrip("/") for line in contents.splitlines()}
+    for path in named:
+        assert fnmatch.filter(packed, path), path
 
 
 @pytest.mark.usefixtures("installed")
@@ -125,16 +132,18 @@ def test_without_a_device_it_is_active_and_quiet(host: Host, told: Told) -> None
     host.write(CONFIG, CONFIGURATION)
     host.systemctl("restart", UNIT)
     begun = host.moment("ExecMainStart")
-    wait_for(2.5)
-    [(_, _, line)] = host.journal(begun)
-    assert "0 chips" in line and host.property("ActiveState") == "active"
-    told(f"after 2.5 s the journal has one line: {line!r}")
+    wait_until(lambda: time.monotonic() > begun + 2.5, "a time with polls")
+
+    [line] = host.journal(begun)
+    assert "0 chips" in line.text and host.property("ActiveState") == "active"
+    told(f"after 2.5 s the journal has one line: {line.text!r}")
 
 
 @pytest.mark.usefixtures("installed")
 def test_commands_find_the_running_service(host: Host) -> None:
     """By its status socket, which only root can connect to; `check` FAILs if it is stopped."""
     assert host("stat", "--format=%a %U", "/run/tt-device-plugin/status.sock") == "600 root\n"
+
     for command, level in (("stop", "FAIL"), ("start", "ok")):
         host.systemctl(command, UNIT)
         assert re.search(rf"(?m)^{level} +service ", host("tt-device-plugin", "check", check=False))
@@ -146,14 +155,31 @@ def test_sandbox_score(host: Host, told: Told) -> None:
     analysis = host("systemd-analyze", "security", UNIT)
     score = re.search(r"Overall exposure level for \S+: ([\d.]+)", analysis)
     assert score and float(score[1]) <= 1.5, analysis
+
     exposed = sorted(set(re.findall(r"^✗ (\S+?)=", analysis, re.MULTILINE)))
     unit = (ROOT / "packaging/systemd/tt-device-plugin.service").read_text()
-    unexplained = [name for name in exposed if f"{name}=" not in unit.split("# --- The sandbox")[1]]
-    assert not unexplained, unexplained
+    explanation = unit.split("# --- The sandbox")[1]
+    assert not [name for name in exposed if f"{name}=" not in explanation]
+
     verify = ("systemd-analyze", "verify", "--man=no", f"{UNIT}.service")
     assert UNIT not in (warnings := host(*verify, check=False)), warnings
+
     version = host.systemctl("--version").split()[1]
     told(f"systemd {version}: {score[1]}; missing, and explained: {', '.join(exposed)}")
+
+
+@pytest.mark.usefixtures("running")
+def test_sandbox_from_inside(host: Host, told: Told) -> None:
+    """It can open no device, reach no network, and write only to its own directories."""
+    # 10:200 is /dev/net/tun, which every kernel has.
+    script = ("sh", "-c", probe.RUN, "sh", "/srv/project/tests/e2e/probe.py", "/srv/shared/probe")
+    host(*script, "10 200")
+
+    denied = probe.assert_sandboxed(json.loads((host.shared / "probe").read_text()))
+    told(f"denied: {denied}")
+
+
+# -- locks -----------------------------------------------------------------------------------------
 
 
 def locks(host: Host) -> str:
@@ -162,15 +188,19 @@ def locks(host: Host) -> str:
     return host("stat", "--format=%d", LOCKS).strip() if mounted else ""
 
 
+def mount_options(host: Host) -> set[str]:
+    """Return the options of the file system for locks."""
+    return set(host("findmnt", "--noheadings", "--output=OPTIONS", LOCKS).strip().split(","))
+
+
 @pytest.mark.usefixtures("installed")
 def test_locks_have_a_separate_file_system(host: Host) -> None:
     """It stays mounted when the service is restarted, stopped, killed or reinstalled."""
     before = locks(host)
     assert before and before != host("stat", "--format=%d", "/run").strip()
     assert host("stat", "--format=%A %U:%G", LOCKS) == "drwxr-xr-x root:root\n"
-    mounts = host("cat", "/proc/mounts").splitlines()
-    [line] = [line for line in mounts if line.split()[1] == LOCKS]
-    assert {"nosuid", "nodev", "noexec"} <= set(line.split()[3].split(",")), line
+    assert {"nosuid", "nodev", "noexec"} <= mount_options(host)
+
     for command in ("restart", "stop", "start"):
         host.systemctl(command, UNIT)
         assert locks(host) == before, command
@@ -180,114 +210,106 @@ def test_locks_have_a_separate_file_system(host: Host) -> None:
     assert locks(host) == before
 
 
-# -- cards and kubelet -----------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("installed")
-def test_the_kubelet_starts_later(host: Host, told: Told) -> None:
-    """Both resources are registered at once, and a pod gets its devices."""
-    host.have_cards()
-    since = time.monotonic()
-    host.shell("systemctl daemon-reload && systemctl start kubelet")
-    began = host.event(since, "started")["at"]
-    registered = [host.event(since, "registered", resource=name)["at"] for name in (RESOURCE, P300)]
-    took = max(registered) - began
-    assert took < AT_ONCE, took
-    host.status_becomes("registered with kubelet")
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    pod = host.event(since, "admitted", pod="before")
-    assert "TT_VISIBLE_DEVICES=0000:01:00.0,0000:02:00.0" in pod["env"], pod
-    assert pod["devices"][0].endswith(":/dev/tenstorrent/0:rw"), pod
-    told(f"registered {ms(took)} after the socket; a pod got {pod['ids'][0]}")
+def test_the_file_system_for_locks_is_resized(host: Host) -> None:
+    """By the line of the man page, which keeps the unit's other options."""
+    line = re.search(r"^\.Li (Options=mode=.*)size=SIZE$", MANUAL, re.MULTILINE)
+    assert line
+    before = mount_options(host)
+    mount = "run-ttdp-shm.mount"
+
+    try:
+        with host.drop_in(mount, f"[Mount]\n{line[1]}size=3m\n"):
+            host.shell(f"systemctl stop {UNIT} {mount} && systemctl start {UNIT}")
+            wanted = {"size=3072k", *(each for each in before if not each.startswith("size="))}
+            assert mount_options(host) == wanted
+    finally:
+        host.shell(f"systemctl stop {UNIT} {mount}; systemctl start {UNIT}")
 
 
-@pytest.mark.usefixtures("running")
-def test_sandbox_from_inside(host: Host, told: Told) -> None:
-    """It can open no device, reach no network, and write only to its own directories."""
-    # 10:200 is /dev/net/tun, which every kernel has.
-    script = ("sh", "-c", PROBE, "sh", "/srv/project/tests/e2e/probe.py", "/srv/shared/probe")
-    host(*script, "10 200")
-    told(f"denied: {assert_sandboxed(json.loads((host.shared / 'probe').read_text()))}")
-
-
-@pytest.mark.usefixtures("running")
-def test_a_dead_chip_is_known_after_a_restart(host: Host) -> None:
-    """The sandbox lets the daemon keep its card, serial number and firmware."""
-    bdf, columns = "0000:06:00.0", ("card", "serial", "firmware", "resource")  # a p300's chip
-
-    def listed() -> dict[str, object]:
-        rows = json.loads(host("tt-device-plugin", "list", "--json"))
-        return dict(next(row for row in rows if row["bdf"] == bdf))
-
-    known = listed()
-    assert known["healthy"] and all(known[column] for column in columns), known
-    host.node.chip(bdf).die()
-    host.status_becomes("1 healthy", f"{bdf}: chip does not respond")
-    host.systemctl("restart", UNIT)
-    host.status_becomes("1 healthy", f"{bdf}: chip does not respond")
-    remembered = listed()
-    assert [remembered[column] for column in columns] == [known[column] for column in columns]
-    assert not remembered["healthy"] and "chip does not respond" in str(remembered["reason"])
-
-    host.node.chip(bdf).revive()
-    host.status_becomes(f"2 × {P300}, 2 healthy", "registered with kubelet")
+# -- configuration ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("running")
 def test_reload_with_a_good_and_a_bad_file(host: Host, told: Told) -> None:
-    """A good file is applied without a restart; a bad one is rejected with one line."""
+    """A good file is applied without a restart; with a bad one, `systemctl reload` fails."""
     pid, since = host.property("MainPID"), time.monotonic()
     host.write(CONFIG, 'resource_naming = "arch"\n' + CONFIGURATION)
     host.systemctl("reload", UNIT)
-    host.event(since, "registered", resource="tenstorrent.com/wormhole")
-    host.status_becomes("4 × tenstorrent.com/wormhole", "2 × tenstorrent.com/blackhole")
-    host.write(CONFIG, CONFIGURATION)
-    host.systemctl("reload", UNIT)
-    host.event(since, "registered", resource=P300)
-    host.status_becomes(f"4 × {RESOURCE}", f"2 × {P300}", "registered with kubelet")
+    host.kubelet.event("registered", since, resource="tenstorrent.com/wormhole")
+
     since = time.monotonic()
     host.write(CONFIG, BAD)
     assert host.status_of("systemctl", "reload", UNIT) != 0
-    message = host.line(since, CONFIG, priority=3)
-    assert "log_level" in message and "'loud'" in message, message
-    assert len([line for line in host.journal(since) if line[1] <= 4]) == 1
-    status = host.status_becomes("registered with kubelet", CONFIG)
+    rejected = host.line(since, CONFIG)
+    assert rejected.priority == 3
+    status = host.status_becomes("4 × tenstorrent.com/wormhole", CONFIG)
+
     host.write(CONFIG, CONFIGURATION)
     host.systemctl("reload", UNIT)
-    assert (host.property("MainPID"), host.property("ActiveState")) == (pid, "active")
+    host.kubelet.event("registered", since, resource=RESOURCE)
     wait_until(lambda: CONFIG not in host.property("StatusText"), "a status without an error")
-    assert not [text for _, _, text in host.journal() if re.match(r"<\d>", text)]  # no prefix
-    told(f"rejected: {message!r}, STATUS={status!r}")
+    assert (host.property("MainPID"), host.property("ActiveState")) == (pid, "active")
+    # The journal takes the prefix, "<3>", as the priority.
+    assert not [line for line in host.journal() if re.match(r"<\d>", line.text)]
+    told(f"rejected: {rejected.text!r}, STATUS={status!r}")
+
+
+@pytest.mark.usefixtures("running")
+def test_an_invalid_configuration(host: Host, told: Told) -> None:
+    """Status 78 and one line, which `systemctl status` shows; systemd does not try again."""
+    host.write(CONFIG, BAD)
+    since = time.monotonic()
+    assert not host.restarts()
+
+    # Not "auto-restart", which a pause before another start would be.
+    names = ("SubState", "Result", "ExecMainStatus", "NRestarts")
+    assert [host.property(name) for name in names] == ["failed", "exit-code", "78", "0"]
+    [line] = [line.text for line in host.journal(since) if line.priority == 3]
+    assert line.startswith(f"{CONFIG}: log_level")
+    assert line in host.systemctl("status", UNIT, check=False)
+
+    since = time.monotonic()
+    host.write(CONFIG, CONFIGURATION)
+    host.systemctl("start", UNIT)
+    host.kubelet.event("registered", since, resource=RESOURCE)
+    told(f"journal and systemctl status: {line!r}")
 
 
 # -- crashes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("running")
-def test_a_daemon_that_is_killed_or_hangs(host: Host, told: Told) -> None:
-    """It is registered again at once after kill -9; if it hangs, the watchdog restarts it.
-
-    The package's watchdog has 20 s, here it has 2 s.
-    """
-    host.systemctl("restart", UNIT)
-    host.status_becomes("registered with kubelet")
+def test_a_daemon_that_is_killed(host: Host, told: Told) -> None:
+    """It is registered again at once."""
     since = time.monotonic()
     host.systemctl("kill", "--signal=KILL", UNIT)
-    killed = host.event(since, "registered", resource=RESOURCE)["at"] - since
-    assert killed < AT_ONCE and host.property("WatchdogUSec") == "20s"
-    host.use_drop_in("[Service]\nWatchdogSec=2s\n")
+
+    killed = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - since
+    assert killed < AT_ONCE
+    told(f"registered {ms(killed)} after kill -9")
+
+
+@pytest.mark.usefixtures("running")
+def test_a_daemon_that_hangs(host: Host, told: Told) -> None:
+    """The watchdog restarts it, and it only: 20 s by the package's unit, here 5 s."""
+    assert host.property("WatchdogUSec") == "20s"
+    with host.drop_in(f"{UNIT}.service", "[Service]\nWatchdogSec=5s\n"):
+        host.systemctl("restart", UNIT)
+        host.status_becomes("registered with kubelet")
+        later = host.moment("ActiveEnter") + 6
+        wait_until(lambda: host.moment("Watchdog") > later, "notifications of the watchdog")
+        assert host.property("NRestarts") == "0", "a working daemon was restarted"
+
+        since = time.monotonic()
+        host.systemctl("kill", "--signal=STOP", UNIT)
+        stopped = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - since
+        assert host.property("NRestarts") == "1"
+        journal = ("journalctl", "--unit", UNIT, "--no-pager", "--output=cat")
+        assert "Watchdog timeout" in host(*journal)
+
     host.systemctl("restart", UNIT)
-    host.status_becomes("registered with kubelet")
-    wait_for(4)
-    assert host.property("NRestarts") == "0", "a working daemon was restarted"
-    since = time.monotonic()
-    host.systemctl("kill", "--signal=STOP", UNIT)
-    stopped = host.event(since, "registered", timeout=20, resource=RESOURCE)["at"] - since
-    assert host.property("NRestarts") == "1"
-    assert "Watchdog timeout" in host("journalctl", "--unit", UNIT, "--no-pager", "--output=cat")
-    host.use_drop_in("")
-    host.systemctl("restart", UNIT)
-    told(f"registered {ms(killed)} after kill -9; with WatchdogSec=2s {stopped:.1f} s after a stop")
+    told(f"with WatchdogSec=5s registered {stopped:.1f} s after a stop")
 
 
 def failing(pause: str = "100ms") -> str:
@@ -308,71 +330,42 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
         started = [line for line in lines.splitlines() if ": Started " in line]
         return [at for at in (float(line.split("]")[0][1:]) for line in started) if at > began]
 
+    def start_by_hand(state: str) -> None:
+        """Stop the service in this state, and start it."""
+        host.becomes("SubState", state)
+        host.systemctl("stop", UNIT)
+        before = time.monotonic()
+        host.systemctl("start", UNIT)
+        assert time.monotonic() - before < AT_ONCE
+        assert int(host("cat", "/run/tt-device-plugin/starts").split()[0]) <= 2
+
     host.systemctl("stop", UNIT)
     began = time.monotonic()
-    host.use_drop_in(failing())
-    host.systemctl("start", UNIT, check=False)
     try:
-        wait_until(lambda: len(starts()) >= 5, "five starts", 60)
-        pauses = [after - before for before, after in itertools.pairwise(starts())]
-        assert pauses[0] < AT_ONCE and 1 < pauses[1] < pauses[2] < pauses[3], pauses
-        for state, pause in (("start-pre", "100ms"), ("auto-restart", "10min")):
-            host.use_drop_in(failing(pause))
-            host.becomes("SubState", state, 60)
-            host.systemctl("stop", UNIT)
-            before = time.monotonic()
-            host.systemctl("start", UNIT)
-            assert time.monotonic() - before < AT_ONCE
-            assert int(host("cat", "/run/tt-device-plugin/starts").split()[0]) <= 2
+        with host.drop_in(f"{UNIT}.service", failing()):
+            host.systemctl("start", UNIT, check=False)
+            wait_until(lambda: len(starts()) >= 5, "five starts")
+            pauses = [after - before for before, after in itertools.pairwise(starts())]
+            assert pauses[0] < AT_ONCE and 1 < pauses[1] < pauses[2] < pauses[3], pauses
+
+            start_by_hand("start-pre")  # while the back-off script pauses
+        with host.drop_in(f"{UNIT}.service", failing("10min")):
+            host.systemctl("restart", UNIT, check=False)
+            start_by_hand("auto-restart")  # while systemd does
     finally:
-        host.use_drop_in("")
         host.shell(f"systemctl stop {UNIT}; systemctl start {UNIT}")
     told(f"starts after {', '.join(f'{pause:.1f}' for pause in pauses)} s; by hand at once")
 
 
 @pytest.mark.usefixtures("running")
-def test_an_invalid_configuration(host: Host, told: Told) -> None:
-    """Status 78 and one line, which `systemctl status` shows; systemd does not try again.
+def test_a_back_off_that_cannot_run_prevents_no_start(host: Host) -> None:
+    """As in a full /run: it only delays."""
+    row = "/run/tt-device-plugin/starts"
+    host.shell(f"rm -f {row} && mkdir {row}")
 
-    apt installs no version that would not start either; a start with a valid file succeeds.
-    """
-    host.write(CONFIG, BAD)
-    since = time.monotonic()
-    assert not host.restarts()
-    wait_for(1.5)
-    names = ("ActiveState", "Result", "ExecMainStatus", "NRestarts")
-    assert [host.property(name) for name in names] == ["failed", "exit-code", "78", "0"]
-    [line] = [text for _, priority, text in host.journal(since - 0.5) if priority == 3]
-    assert line.startswith(f"{CONFIG}: log_level")
-    assert line in host.systemctl("status", UNIT, check=False)
-    assert line in refused(host, "--reinstall", host.packages.current)
-    host.write(CONFIG, CONFIGURATION)
-    since = time.monotonic()
-    host("dpkg", "--configure", "-a")  # as apt has said; this starts the service, too
-    host.event(since, "registered", resource=RESOURCE)
-    told(f"journal, systemctl status and apt: {line!r}")
-
-
-# -- the extracted program -------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_full_cache(host: Host, told: Told) -> None:
-    """Status 73 with one line each time, until there is space; then it starts by itself."""
-    since = time.monotonic()
-    host.systemctl("stop", UNIT)
-    host("mount", "-t", "tmpfs", "-o", "mode=755,size=1m", "tmpfs", CACHE)
-    try:
-        assert host.status_of("systemctl", "start", UNIT) != 0
-        wait_until(lambda: int(host.property("NRestarts")) >= 3, "three restarts", 30)
-        lines = [text for _, priority, text in host.journal(since) if priority == 3]
-        assert all(f"{CACHE}: No space left on device" in line for line in lines), lines
-        assert 3 <= len(lines) <= 5, lines
-        assert "status=73" in host("journalctl", "--unit", UNIT, "--no-pager", "--lines=20")
-    finally:
-        host("umount", "--lazy", CACHE)
-    host.becomes("ActiveState", "active", 60)
-    told(f"{lines[0]!r}; started by itself when there was space")
+    host.systemctl("restart", UNIT)
+    assert host.property("ActiveState") == "active"
+    host.shell(f"rmdir {row}")
 
 
 @pytest.mark.usefixtures("installed")
@@ -383,11 +376,13 @@ def test_another_python(host: Host) -> None:
     assert [*host.path(CACHE).glob("[!.]*")]
 
 
+# -- metrics ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.usefixtures("running")
 def test_the_socket_for_metrics(host: Host) -> None:
     """It is open as long as the service is not stopped; no number of starts disables it."""
     socket = f"{UNIT}-metrics.socket"
-    drop_in = f"/etc/systemd/system/{socket}.d"
 
     def answers() -> bool:
         return "tt_plugin_info{" in host("/usr/bin/python3", "-c", GET)
@@ -409,12 +404,14 @@ def test_the_socket_for_metrics(host: Host) -> None:
         for command in ("stop", "start") * 6:
             host.systemctl(command, UNIT)
             become(*["inactive" if command == "stop" else "active"] * 2)
+
         opened = host.moment("ActiveEnter", socket)
         host.systemctl("restart", UNIT)
         become("active", "active")
         host.systemctl("kill", "--signal=KILL", UNIT)
         wait_until(answers, "an answer after kill -9")
         assert host.moment("ActiveEnter", socket) == opened
+
         host.write(CONFIG, BAD)
         assert not host.restarts()
         become("failed", "inactive")
@@ -424,55 +421,14 @@ def test_the_socket_for_metrics(host: Host) -> None:
 
         # Another address, as `systemctl edit` writes it.
         address = "127.0.0.1:7763"
-        host.write(f"{drop_in}/override.conf", f"[Socket]\nListenStream=\nListenStream={address}\n")
-        host.systemctl("daemon-reload")
-        host.systemctl("stop", UNIT)
-        host.systemctl("start", UNIT)
-        wait_until(lambda: host.property("ActiveState", socket) == "active", "the socket")
-        assert host.property("Listen", socket) == f"{address} (Stream)" and not answers()
+        with host.drop_in(socket, f"[Socket]\nListenStream=\nListenStream={address}\n"):
+            host.systemctl("stop", UNIT)
+            host.systemctl("start", UNIT)
+            wait_until(lambda: host.property("ActiveState", socket) == "active", "the socket")
+            assert host.property("Listen", socket) == f"{address} (Stream)" and not answers()
     finally:
-        host.shell(f"rm -rf {drop_in}")
-        host.systemctl("daemon-reload")
         host.write(CONFIG, CONFIGURATION)
-        host.systemctl("disable", socket)
-        host.systemctl("stop", UNIT)
-        host.systemctl("restart", UNIT)
-
-
-@pytest.mark.usefixtures("running")
-def test_a_back_off_that_cannot_run_prevents_no_start(host: Host) -> None:
-    """As in a full /run: it only delays."""
-    row = "/run/tt-device-plugin/starts"
-    host.shell(f"rm -f {row} && mkdir {row}")
-    host.systemctl("restart", UNIT)
-    assert host.property("ActiveState") == "active"
-    host.shell(f"rmdir {row}")
-
-
-@pytest.mark.usefixtures("running")
-def test_the_file_system_for_locks_is_resized(host: Host) -> None:
-    """By the line of the man page, which keeps the unit's other options."""
-    manual = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
-    line = re.search(r"^\.Li (Options=mode=.*)size=SIZE$", manual, re.MULTILINE)
-    assert line
-    before = mount_options(host)
-    drop_in = "/etc/systemd/system/run-ttdp-shm.mount.d"
-    try:
-        host.write(f"{drop_in}/override.conf", f"[Mount]\n{line[1]}size=3m\n")
-        host.shell(f"systemctl daemon-reload && systemctl stop {UNIT} run-ttdp-shm.mount")
-        host.systemctl("start", UNIT)
-        wanted = {"size=3072k", *(each for each in before if not each.startswith("size="))}
-        assert mount_options(host) == wanted
-    finally:
-        host.shell(f"rm -rf {drop_in} && systemctl daemon-reload")
-        host.shell(f"systemctl stop {UNIT} run-ttdp-shm.mount")
-        host.systemctl("start", UNIT)
-
-
-def mount_options(host: Host) -> set[str]:
-    """Return the options of the file system for locks."""
-    shown = host("findmnt", "--noheadings", "--output=OPTIONS", "/run/ttdp/shm")
-    return set(shown.strip().split(","))
+        host.shell(f"systemctl disable {socket}; systemctl stop {UNIT}; systemctl start {UNIT}")
 
 
 # -- boot and upgrade ------------------------------------------------------------------------------
@@ -481,9 +437,19 @@ def mount_options(host: Host) -> set[str]:
 def admit_pod(host: Host) -> list[str]:
     """Have the kubelet admit a pod, or admit it again after a reboot; return its devices."""
     since = time.monotonic()
-    host.tell_kubelet(f"admit before {RESOURCE}=2")
-    ids: list[str] = host.event(since, "admitted", pod="before")["ids"]
+    host.kubelet.tell(f"admit before {RESOURCE}=2")
+    ids: list[str] = host.kubelet.event("admitted", since, pod="before")["ids"]
     return ids
+
+
+def bind_late(host: Host) -> None:
+    """Bind the driver to one chip after another, while the daemon waits for it."""
+    socket = ("test", "-S", "/run/systemd/private")
+    wait_until(lambda: host.status_of(*socket) == 0, "systemctl's socket")
+    host.status_becomes("waiting for the driver", host.node.chips[0].bdf)
+    for chip in host.node.chips:
+        chip.bind()
+        time.sleep(0.2)  # so that they do not appear at once
 
 
 @pytest.mark.usefixtures("running")
@@ -500,20 +466,16 @@ def test_boot_with_the_kubelet(host: Host, late: bool, told: Told) -> None:
         host.node.unload_driver()
         host.node.load_driver(probe=False)
 
-    def bind() -> None:
-        socket = ("test", "-S", "/run/systemd/private")
-        wait_until(lambda: host.status_of(*socket) == 0, "systemctl's socket")
-        host.status_becomes("waiting for the driver", host.node.chips[0].bdf)
-        for chip in host.node.chips:
-            chip.bind()
-            time.sleep(0.2)  # chips that appear one after another
+    since = time.monotonic()
+    host.power_on()
+    if late:
+        bind_late(host)
+    host.wait_up()
+    up = time.monotonic() - since
 
-    with ThreadPoolExecutor() as meanwhile:
-        since = time.monotonic()
-        up = host.boot(begun=lambda: meanwhile.submit(bind) if late else None)
-    first = host.event(since, "list", resource=RESOURCE)
-    began = host.event(since, "started")["at"]
-    registered = host.event(since, "registered", resource=RESOURCE)["at"] - began
+    first = host.kubelet.event("list", since, resource=RESOURCE)
+    began = host.kubelet.event("started", since)["at"]
+    registered = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - began
     assert first["healthy"] == 4 and registered < AT_ONCE, first
     assert admit_pod(host) == held
     early = host.moment("ExecMainStart", "kubelet") - host.moment("ActiveEnter")
@@ -530,29 +492,22 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
     held = admit_pod(host)
     builds = set(os.listdir(host.path(CACHE)))
     before = locks(host)
+
     since = time.monotonic()
     output = host.install(host.packages.following)
     assert "1 upgraded" in output, output
-    ended = host.event(since, "ended", resource=RESOURCE)["at"]
-    back = host.event(ended, "list", resource=RESOURCE, healthy=4)["at"]
+
+    ended = host.kubelet.event("ended", since, resource=RESOURCE)["at"]
+    back = host.kubelet.event("list", ended, resource=RESOURCE, healthy=4)["at"]
     assert back - host.moment("ActiveEnter") < AT_ONCE
-    assert admit_pod(host) == held
+    assert admit_pod(host) == held and not host.kubelet.events("violation", since)
+    assert locks(host) == before and host.path(CONFIG).read_text() == CONFIGURATION
+
     assert NEXT in host("tt-device-plugin", "--version")
-    host.line(host.moment("InactiveExit"), f"tt-device-plugin {NEXT}", priority=6)
+    assert host.line(host.moment("InactiveExit"), f"tt-device-plugin {NEXT}").priority == 6
     now = set(os.listdir(host.path(CACHE)))
     assert len([name for name in now if not name.startswith(".")]) == 1 and not builds & now, now
-    assert not host.events(since, "violation")
-    assert locks(host) == before and host.path(CONFIG).read_text() == CONFIGURATION
     told(f"the kubelet was without the plugin for {ms(back - ended)}")
-
-
-def refused(host: Host, *arguments: str) -> str:
-    """Run apt-get install, which must fail; the package is unpacked, but not configured."""
-    done = host.run("apt-get", "install", "--yes", *arguments)
-    output = done.stdout + done.stderr
-    assert done.returncode == 100 and "run: dpkg --configure -a" in output, output
-    assert host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT) == "iF "
-    return output
 
 
 @pytest.mark.usefixtures("running")
@@ -565,17 +520,20 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
     since, pid = time.monotonic(), host.property("MainPID")
     host.write(CONFIG, BAD + CONFIGURATION)
 
-    output = refused(host, host.packages.following)
+    done = host.run("apt-get", "install", "--yes", host.packages.following)
+    output = done.stdout + done.stderr
+    assert done.returncode == 100 and "run: dpkg --configure -a" in output, output
     [line] = [each for each in output.splitlines() if f"{CONFIG}: log_level" in each]
-    assert host.property("MainPID") == pid and not host.events(since, "ended")
-    host.status_becomes("registered with kubelet")
+    # Unpacked, but only half configured.
+    assert host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT) == "iF "
+    assert host.property("MainPID") == pid and not host.kubelet.events("ended", since)
     # As long as it is not corrected, nothing changes.
     assert host.status_of("dpkg", "--configure", "-a") and host.property("MainPID") == pid
 
     since = time.monotonic()
     host.write(CONFIG, CONFIGURATION)
     host("dpkg", "--configure", "-a")
-    host.event(since, "list", resource=RESOURCE, healthy=4)
+    host.kubelet.event("list", since, resource=RESOURCE, healthy=4)
     host.status_becomes("registered with kubelet")
     assert host.property("MainPID") != pid and NEXT in host("tt-device-plugin", "--version")
     told(f"apt: {line.strip()!r}")
@@ -597,18 +555,18 @@ def test_a_kubelet_that_is_installed_later(host: Host, is_link: bool) -> None:
     since = time.monotonic()
     make = f"mkdir -p {elsewhere} && ln -s {elsewhere} {own}" if is_link else f"mkdir {own}"
     host.shell(f"{make} && systemctl start kubelet")
-    host.event(since, "registered", resource=RESOURCE)
+    host.kubelet.event("registered", since, resource=RESOURCE)
     host.status_becomes("registered with kubelet")
 
     # It can be deleted as well, as by `kubeadm reset`. The daemon makes it again.
     since = time.monotonic()
     host.shell(f"systemctl stop kubelet && rm -r {DIRECTORY}")
-    # Asked inside: the link leads somewhere else here.
-    wait_until(lambda: host.status_of("test", "-d", DIRECTORY) == 0, f"{DIRECTORY} exists")
+    wait_until(lambda: host.holds(DIRECTORY), f"{DIRECTORY} exists")
     assert host("stat", "--format=%a %U", f"{DIRECTORY}/.") == "750 root\n"
     host.systemctl("start", "kubelet")
-    host.event(since, "registered", resource=RESOURCE)
+    host.kubelet.event("registered", since, resource=RESOURCE)
 
+    # As it was.
     host.systemctl("stop", "kubelet")
     host.shell(f"systemctl stop {UNIT} && rm -rf {own} /var/snap && mkdir {own}")
     host.shell(f"systemctl start {UNIT} kubelet")
@@ -624,10 +582,12 @@ def test_remove(host: Host) -> None:
     host.shell(f"mkdir -p {places} && systemctl restart {UNIT}")
     for path in WRITTEN:
         wait_until(functools.partial(host.holds, path), f"{path} exists")
+
     since = time.monotonic()
     host("apt-get", "remove", "--yes", UNIT)
-    host.event(since, "ended", resource=RESOURCE)
+    host.kubelet.event("ended", since, resource=RESOURCE)
     host.systemctl("stop", "kubelet")
+
     assert host.property("ActiveState") in ("inactive", "failed")
     assert host.property("LoadState") != "loaded"
     assert not [*host.path(DIRECTORY).glob("*.sock")]
@@ -637,6 +597,7 @@ def test_remove(host: Host) -> None:
     for path in WRITTEN:
         assert host.shell(f"ls -A {Path(path).parent}") == "", path
     assert locks(host)
+
     host.shell("rm -r /etc/kubernetes /var/lib/prometheus")
 
 
@@ -645,8 +606,10 @@ def test_purge(host: Host) -> None:
     if not host.exists(CONFIG):
         host.be_installed()
     kubelet = "/etc/systemd/system/kubelet.service /var/lib/kubelet"
-    host.shell(f"systemctl disable kubelet 2>/dev/null; rm -rf {kubelet}")
-    host.purge()
+    host.shell(f"systemctl disable kubelet; rm -rf {kubelet}")
+
+    host("apt-get", "purge", "--yes", UNIT)
+    assert host.left_behind() == []
     for path in ("/run/tt-device-plugin", "/run/ttdp", "/run/cdi"):
         assert not host.holds(path), path
     assert host.shell(f"dpkg-query --list {UNIT} 2>/dev/null || true") == ""
@@ -659,6 +622,7 @@ def test_purge(host: Host) -> None:
     host.shell("mkdir -p /run/cdi && mount -t tmpfs tmpfs /run/cdi")
     directory = "/dev/hugepages/tt-device-plugin"
     host.shell(f"mkdir -p {directory}/0000:01:00.0 && touch {directory}/0000:01:00.0/page")
+
     host("dpkg", "--purge", UNIT)
     assert not host.holds(directory)
     host.shell("umount /run/cdi && rm -r /etc/kubernetes /srv/kubernetes /run/cdi")
@@ -668,16 +632,20 @@ def test_purge(host: Host) -> None:
 # -- before the installation -----------------------------------------------------------------------
 
 
-def test_a_configuration_is_checked_without_an_installation(host: Host, told: Told) -> None:
-    """The commands of many-nodes.md, with the package that is not installed."""
+def test_a_configuration_is_checked_without_an_installation(host: Host) -> None:
+    """By the commands of many-nodes.md, which leave nothing behind if it is valid."""
+    text = (ROOT / "packaging/deb/many-nodes.md").read_text()
+    [block] = [block for block in text.split("```") if "dpkg-deb -x" in block]
+    script = re.sub("(?m)^# ", "", block.removeprefix("console\n"))
+    script = script.replace("tt-device-plugin_*.deb", host.packages.current)
     host("dpkg", "--purge", UNIT)
-    before = host.files()
-    for text, status in ((BAD, 1), (CONFIGURATION, 0)):
-        host.write(CONFIG, text)
-        script = CHECK_BEFORE.format(deb=host.packages.current)
-        done = host.run("sh", "-ec", script)
-        assert done.returncode == status, done.stdout + done.stderr
-        assert ("log_level: 'loud'" in done.stdout) == bool(status)
+
+    host.write(CONFIG, CONFIGURATION)
+    before = host.files(), host("ls", "/tmp")
+    host("sh", "-ec", script)
+    assert (host.files(), host("ls", "/tmp")) == before
+
+    host.write(CONFIG, BAD)
+    done = host.run("sh", "-ec", script)
+    assert done.returncode == 1 and "log_level: 'loud'" in done.stdout, done
     host.shell("rm -r /tmp/tmp.* /etc/tt-device-plugin")
-    assert host.files() == before
-    told(CHECK_BEFORE.format(deb="tt-device-plugin_*.deb"))

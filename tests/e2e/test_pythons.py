@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 from tests import pythons
 from tests.e2e.conftest import Told
 from tests.e2e.container import PACKAGES, Container, optional, require_root
+from tests.e2e.host import PYZ, unpacked_zipapp
 from tests.world.processes import ROOT
 
-PYZ = "/usr/lib/tt-device-plugin/tt-device-plugin.pyz"
 RELEASES = {13: "trixie", 14: "forky", 15: "forky"}
 REQUIRED = (13,)  # the others are tested if they are available
 PYTHON = "/srv/shared/venv/bin/python"
@@ -27,21 +26,17 @@ class Debian(Container):
         binds = {ROOT: "/srv/project", deb.parent: "/srv/packages"}
         super().__init__(RELEASES[minor], binds, f"{PACKAGES},python3.{minor}")
         self.minor = minor
-        self.deb = f"/srv/packages/{deb.name}"
-        extracted = self.root.parent / "deb"
-        subprocess.run(["dpkg-deb", "--extract", str(deb), str(extracted)], check=True)
-        pythons.bundled(Path(f"{extracted}{PYZ}"), self.shared / "bundled")
-        shutil.copytree(pythons.tools(minor, pythons.WORK), self.shared / "tools")
+        self.deb = deb
 
     def start(self) -> None:
+        zipapp = unpacked_zipapp(self.deb, self.shared / "unpacked")
+        pythons.bundled(zipapp, self.shared / "bundled")
+        shutil.copytree(pythons.tools(self.minor, pythons.WORK), self.shared / "tools")
+
         self.boot()
         modules = ("/srv/shared/bundled/site-packages", "/srv/shared/tools")
         for command in pythons.make_venv(Path("/srv/shared/venv"), *modules):
             self(f"python3.{self.minor}", *command)
-
-    def be_installed(self) -> None:
-        if not self.exists(PYZ):
-            self("apt-get", "install", "--yes", self.deb)
 
     def run_in_project(self, *command: str) -> str:
         """Run a command, which must succeed; return the last line of its output."""
@@ -64,7 +59,8 @@ def debian(request: pytest.FixtureRequest, deb: Path) -> Iterator[Debian]:
 def test_the_suite_and_the_zipapp(debian: Debian, told: Told) -> None:
     """The tests that depend on the language pass without the package; then the zipapp runs."""
     results = [debian.run_in_project(PYTHON, *pythons.suite(Path("/srv/project"), "/tmp/suite"))]
-    debian.be_installed()
+
+    debian("apt-get", "install", "--yes", f"/srv/packages/{debian.deb.name}")
     for command in pythons.zipapp_commands(PYTHON, Path(PYZ)).values():
         results.append(debian.run_in_project(*command))
     told("; ".join(results))

@@ -63,9 +63,9 @@ class Publisher:
 
     def make_key(self, name: str) -> None:
         (self.work / "gnupg").mkdir(mode=0o700, exist_ok=True)
-        without = ["--batch", "--quiet", "--pinentry-mode", "loopback", "--passphrase", ""]
+        unattended = ["--batch", "--quiet", "--pinentry-mode", "loopback", "--passphrase", ""]
         key = ["--quick-generate-key", name, "ed25519", "sign", "never"]
-        subprocess.run(["gpg", *without, *key], env=self.environment, check=True)
+        subprocess.run(["gpg", *unattended, *key], env=self.environment, check=True)
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -75,11 +75,15 @@ class Publisher:
     def publish(
         self, output: Path, *debs: str | Path, key: str = "publisher", url: str = URL
     ) -> str:
-        """Make or extend a repository; return the error, if any."""
+        """Make or extend a repository; return the error, if any.
+
+        debs: of this machine, or those of `packages` by their paths in a container.
+        """
         paths = [
             self.packages.directory / Path(deb).name if isinstance(deb, str) else deb
             for deb in debs
         ]
+
         script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
         done = self.run(*script, "--output", output, *paths)
         return done.stderr if done.returncode else ""
@@ -93,7 +97,8 @@ def publisher(packages: Packages) -> Iterator[Publisher]:
         publisher.make_key("publisher")
         publisher.make_key("another person")
         yield publisher
-        publisher.run("gpgconf", "--kill", "all")
+
+        publisher.run("gpgconf", "--kill", "all")  # the agent of that directory
 
 
 class Node(Container):
@@ -114,7 +119,7 @@ class Node(Container):
         wait_until(lambda: self.status_of("curl", "-fsS", URL) == 0, "the web server")
 
     def version(self) -> str:
-        """The version of the installed package."""
+        """Return the version of the installed package."""
         return self("dpkg-query", "--show", "--showformat=${Version}", UNIT, check=False).strip()
 
     def is_active(self) -> bool:
@@ -124,9 +129,6 @@ class Node(Container):
         """Run `apt-get update`; return its output if it fails for any repository."""
         done = self.run("apt-get", "--error-on=any", "update")
         return done.stdout + done.stderr if done.returncode else ""
-
-    def upgrade(self, *options: str) -> str:
-        return self("unattended-upgrade", *options)
 
 
 @pytest.fixture(scope="module", params=SUITES)
@@ -142,6 +144,7 @@ def genuine(node: Node) -> Iterator[Path]:
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(node.repository, kept)
     yield node.repository
+
     node.shell("rm -rf /srv/shared/repository && mv /srv/shared/kept /srv/shared/repository")
     assert not node.update()
 
@@ -151,9 +154,10 @@ def genuine(node: Node) -> Iterator[Path]:
 
 def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
     """With the key and the sources file; a node fetches only its own index, by hash."""
-    output = [node.shell(f"{line} 2>&1") for line in INSTALLATION]
+    output = [node.shell(line) for line in INSTALLATION]
     assert f"Setting up {UNIT}" in output[-1], output[-1]
     assert node.version() == publisher.version and node.is_active()
+
     requests = node("journalctl", "--unit=web", "--output=cat", "--no-pager")
     by_hash = r"GET /dists/stable/main/binary-(\w+)/by-hash/SHA256/[0-9a-f]{64} .* 200"
     assert {*re.findall(by_hash, requests)} == {node("dpkg", "--print-architecture").strip()}
@@ -169,13 +173,16 @@ def test_unattended_upgrades_with_an_edited_configuration(
     node.write(CONFIG, 'log_level = "debug"\n')
     assert not publisher.publish(node.repository, publisher.packages.following)
     assert not node.update()
-    node.upgrade()
+
+    node("unattended-upgrade")
     assert node.version() == publisher.version
+
     node.write(UNATTENDED_FILE, UNATTENDED)
-    output = node.upgrade("--dry-run", "--debug")
+    output = node("unattended-upgrade", "--dry-run", "--debug")
     [allowed] = [line for line in output.splitlines() if line.startswith("Allowed origins are")]
     assert PATTERN in allowed and "label=Debian-Security" in allowed, allowed
-    node.upgrade()
+
+    node("unattended-upgrade")
     assert node.version() == NEXT in node("tt-device-plugin", "--version") and node.is_active()
     assert (node.root / CONFIG[1:]).read_text() == 'log_level = "debug"\n'
     told(allowed)
@@ -215,6 +222,7 @@ def test_a_forged_repository_is_rejected(
     """The sources file accepts no other key: apt prints the reason, and uses nothing of it."""
     node.shell("rm -rf /var/lib/apt/lists/*")
     forge(genuine, publisher)
+
     output = node.update()
     assert re.search(FORGERIES[forge], output), output
     assert URL not in node("apt-cache", "policy", UNIT)
@@ -225,11 +233,12 @@ def test_a_forged_repository_is_rejected(
 
 def contents(repository: Path) -> dict[str, bytes]:
     """Return all files, without signatures and their key, and Release without its date."""
-    found = {}
+    found: dict[str, bytes] = {}
     for path in sorted(repository.rglob("*")):
         name = str(path.relative_to(repository))
         if path.is_file() and path.suffix not in (".gpg", ".pgp") and path.name != "InRelease":
             found[name] = path.read_bytes()
+
     found[RELEASE] = re.sub(rb"(?m)^Date: .*$", b"", found[RELEASE])
     return found
 
@@ -239,8 +248,10 @@ def test_the_same_pool_gives_the_same_files(publisher: Publisher, tmp_path: Path
     packages, one, two = publisher.packages, tmp_path / "one", tmp_path / "two"
     publisher.publish(one, packages.current, packages.following)
     publisher.publish(two, packages.following, packages.current, key="another person")
+
     made = contents(one)
     assert made == contents(two) and len([name for name in made if name.startswith("pool/")]) == 2
+
     publisher.publish(one, packages.following)
     assert contents(one) == made
 
@@ -249,6 +260,7 @@ def test_a_published_package_cannot_change(publisher: Publisher, tmp_path: Path)
     """Another file with the same name is refused, and nothing is changed."""
     publisher.publish(tmp_path / "made", publisher.packages.current)
     before = contents(tmp_path / "made")
+
     other = tmp_path / Path(publisher.packages.current).name
     other.write_bytes(b"another")
     assert "cannot change" in publisher.publish(tmp_path / "made", other)
@@ -259,8 +271,10 @@ def packed_again(deb: Path, version: str, directory: Path) -> Path:
     """Return a package with these contents and another version."""
     tree = directory / "tree"
     subprocess.run(["dpkg-deb", "--raw-extract", deb, tree], check=True)
+
     control = tree / "DEBIAN/control"
     control.write_text(re.sub("(?m)^Version: .*$", f"Version: {version}", control.read_text()))
+
     other = directory / deb.name.replace(f"_{deb.name.split('_')[1]}_", f"_{version}_")
     subprocess.run(["dpkg-deb", "--build", "-Znone", tree, other], check=True)
     return other
@@ -270,12 +284,14 @@ def test_indexes_of_the_previous_release_are_kept(publisher: Publisher, tmp_path
     """A node that has just read it can still fetch them; older ones are deleted."""
     packages, output = publisher.packages, tmp_path / "made"
     third = packed_again(packages.directory / Path(packages.current).name, "0.0.1", tmp_path)
+
     named, kept = [], []
     for deb in (packages.current, packages.following, third):
         publisher.publish(output, deb)
         release = (output / RELEASE).read_text()
         named.append({*re.findall(r"(?m)^ ([0-9a-f]{64}) .*/Packages", release)})
         kept.append({path.name for path in output.glob("dists/stable/main/*/by-hash/SHA256/*")})
+
     assert kept == [named[0], named[0] | named[1], named[1] | named[2]]
     assert named[0] - named[1] and named[1] - named[2]
 
@@ -285,11 +301,13 @@ def test_make_repository(publisher: Publisher, tmp_path: Path) -> None:
     output = tmp_path / "made"
     variables = (f"REPOSITORY={output}", f"REPOSITORY_URL={URL}", "SIGN_KEY=")
     done = publisher.run("make", "--silent", "repository", *variables)
+
     assert done.returncode == 0, done.stdout + done.stderr
     for architecture in ("amd64", "arm64"):
         assert [*output.glob(f"pool/**/*_{architecture}.deb")]
         packages = (output / f"dists/stable/main/binary-{architecture}/Packages").read_text()
         assert re.findall(r"(?m)^Architecture: (.*)$", packages) == [architecture]
+
     assert "*** SIGNED WITH A TEMPORARY KEY" in done.stderr
     assert f"URIs: {URL}\n" in (output / f"{UNIT}.sources").read_text()
     assert "Valid-Until" not in (output / RELEASE).read_text()

@@ -1,41 +1,239 @@
-"""A virtual machine, for what a container cannot have: a kernel module, and udev's answer to it.
+"""Virtual machines, for what a container cannot have: a kernel module, udev, another architecture.
 
-Debian's kernel for virtual machines boots a root tree that is all in memory, in QEMU's interpreter,
-which needs nothing of the host and takes a minute or two. The PCI functions are QEMU's "edu"
-devices, the driver is driver/tenstorrent.c. Other modules make other machines with what is here.
+A `Guest` says what is special about one: its Debian, its cards, and a script, which is a module of
+tests.e2e that runs on it. `run()` builds it, boots it in QEMU's interpreter, which needs nothing of
+the host, and returns the script's steps (see steps.py) when the guest has switched itself off. On
+an idle machine that takes a minute or two, a whole node ten. For another one, write a Guest and a
+script, as test_fix.py and fix_guest.py.
+
+The kernel for amd64 is Debian's for virtual machines, which boots in seconds. The PCI functions are
+QEMU's "edu" devices, the driver is driver/tenstorrent.c. arm64.py has the other platform.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
-from tests.e2e.container import CACHE, FRESH, Missing, root_tree
+from tests.e2e.container import CACHE, Missing, in_tree, is_fresh, require, root_tree, unpack
+from tests.e2e.steps import Steps
 from tests.world.processes import ROOT
 
-Steps = dict[str, dict[str, Any]]
 DRIVER = Path(__file__).with_name("driver")
-TREE = "systemd,systemd-sysv,udev,dbus,kmod,python3"
-TOOLS = {"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap"}
-BOOTED = 600.0  # seconds for a whole run, on a machine that has much else to do
+PACKAGES = "systemd,systemd-sysv,udev,dbus,kmod,python3"
+PROJECT = "srv/project"  # in the guest: tests.world and tests.e2e
+DEB = "srv/package.deb"  # the package under test
+MODULES = ("overlay",)  # of the kernel's, for containerd
+HUNG = 3600.0  # seconds after which a run will have no end, on a busy machine
+END = "The script has come to its end."
+# The kernel's arguments. An emulated machine on a busy host takes longer than systemd's 90 s; and
+# nobody logs in at the console, whose device it would wait for.
+CONSOLE = (
+    "console={0} panic=-1 quiet systemd.default_timeout_start_sec=900 "
+    "systemd.mask=serial-getty@{0}.service"
+)
 
 
 @dataclass(frozen=True)
-class Kernel:
-    release: str  # 6.1.0-56-cloud-amd64
-    image: Path
-    modules: Path  # /lib/modules/<release>
-    driver: Path  # tenstorrent.ko
+class Guest:
+    """A virtual machine with a Debian release, on which one script runs."""
+
+    script: str  # a module of tests.e2e, which has the standard library only
+    suite: str
+    platform: Platform
+    packages: str = PACKAGES
+    functions: Sequence[str] = ()  # the PCI functions' places on bus 0, such as "10.0"
+    is_installed: bool = True  # the package under test, before the boot; it is /srv/package.deb
+    files: Mapping[str, str] = field(default_factory=dict)  # texts by paths below the root
+    prepare: Callable[[Path], object] = lambda root: None  # what else is done to the root tree
+    disk: int = 0  # bytes of the disk with the root file system; 0 if that is in memory
+    memory: int = 2048  # MiB; the host needs only the pages that the guest uses
+    arguments: str = ""  # the kernel's
+
+
+@dataclass(frozen=True)
+class Platform:
+    """An emulated computer, and the root trees and kernels that it can boot."""
+
+    qemu: Sequence[str]  # the program, its accelerator, machine and processors
+    console: str  # the serial port that is the kernel's console, as the kernel names it
+    port: Sequence[str]  # QEMU's arguments for another one, before the character device "steps"
+    terminal: str  # that port in the guest
+    make_root: Callable[[Guest, Path], Path]
+    """Makes a guest's root tree in a directory; returns the kernel for it. Raises Missing."""
+
+
+def run(guest: Guest, deb: Path) -> Steps:
+    """Build a guest with this package, boot it, wait until it has ended; return its script's steps.
+
+    Raises Missing if something that it needs is not available here.
+    """
+    with tempfile.TemporaryDirectory(prefix="ttdp-vm-", dir="/var/tmp") as directory:
+        work = Path(directory)
+        root = work / "root"
+        kernel = guest.platform.make_root(guest, root)
+        _put_script(guest, root)
+        put_files(root, guest.files)
+
+        shutil.copy(deb, root / DEB)
+        if guest.is_installed:
+            in_tree(root, "dpkg", "--install", f"/{DEB}")
+        guest.prepare(root)
+
+        pack = _to_disk if guest.disk else _to_initrd
+        qemu, arguments = pack(guest, root, work / "image")
+        shutil.rmtree(root)
+
+        arguments += f" {CONSOLE.format(guest.platform.console)} {guest.arguments}"
+        qemu += ["-kernel", str(kernel), "-append", arguments]
+        return _boot(guest, qemu, work)
+
+
+def _to_disk(guest: Guest, root: Path, image: Path) -> tuple[list[str], str]:
+    """Write a root tree to a disk's image; return QEMU's and the kernel's arguments for it."""
+    require({"mke2fs": "e2fsprogs"})
+    with image.open("wb") as file:
+        file.truncate(guest.disk)  # of which the host has only what is used
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-d", str(root), str(image)], check=True)
+
+    # Debian's kernels for virtual machines have NVMe and ext4 built in, and need no initrd for
+    # them. The image is deleted after the run, so nothing has to be flushed to it.
+    drive = f"file={image},if=none,id=disk,format=raw,cache=unsafe"
+    return ["-drive", drive, "-device", "nvme,drive=disk,serial=disk"], "root=/dev/nvme0n1 rw"
+
+
+def _to_initrd(guest: Guest, root: Path, image: Path) -> tuple[list[str], str]:
+    """Do the same with an initial RAM file system, which is the root to the end."""
+    require({"busybox": "busybox-static"})
+    pack = 'find . | busybox cpio -o -H newc >"$1"'
+    subprocess.run(["sh", "-c", pack, "sh", str(image)], cwd=root, check=True)
+    return ["-initrd", str(image)], "rdinit=/sbin/init"
+
+
+def _boot(guest: Guest, qemu: Sequence[str], work: Path) -> Steps:
+    """Run QEMU until the guest switches itself off; return the script's steps."""
+    console, steps = work / "console", work / "steps"
+    command = [*guest.platform.qemu, "-m", str(guest.memory)]
+    command += ["-display", "none", "-nic", "none", "-no-reboot"]
+    command += ["-serial", f"file:{console}"]
+    command += ["-chardev", f"file,id=steps,path={steps}", *guest.platform.port]
+    for place in guest.functions:
+        command += ["-device", f"edu,addr={place}"]
+
+    try:
+        status = subprocess.run([*command, *qemu], timeout=HUNG).returncode
+        ended = f"QEMU ended with status {status}"
+    except subprocess.TimeoutExpired:
+        ended = f"the guest did not switch itself off within {HUNG:g} s"
+
+    written, shown = (
+        file.read_text(errors="replace") if file.exists() else "" for file in (steps, console)
+    )
+    assert END in written, (
+        f"{guest.script} did not come to its end; {ended}.\n"
+        f"It wrote:\n{written[-6000:]}\nThe console says:\n{shown[-4000:]}"
+    )
+    return Steps(written.replace(END, ""))
+
+
+# -- the script ------------------------------------------------------------------------------------
+
+
+# It waits for all that is wanted at the boot. When it has ended, however that was, the guest
+# switches itself off, without an orderly shutdown, which takes an emulated processor long.
+SERVICE = """
+[Unit]
+After=multi-user.target
+[Service]
+Type=oneshot
+Environment=PYTHONPATH=/{project} PYTHONDONTWRITEBYTECODE=1
+ExecStart=/usr/bin/python3 -u -m tests.e2e.{script}
+ExecStartPost=/usr/bin/echo {end}
+StandardOutput=file:{terminal}
+StandardError=inherit
+ExecStopPost=/usr/bin/systemctl --force --force poweroff
+"""
+
+
+def _put_script(guest: Guest, root: Path) -> None:
+    """Put what scripts import into a root tree, and a service that runs the guest's script."""
+    ignored = shutil.ignore_patterns("__pycache__", "driver")
+    for name in ("world", "e2e"):
+        shutil.copytree(ROOT / "tests" / name, root / PROJECT / "tests" / name, ignore=ignored)
+    shutil.copy(ROOT / "tests/__init__.py", root / PROJECT / "tests")
+
+    service = SERVICE.format(
+        project=PROJECT, script=guest.script, end=END, terminal=guest.platform.terminal
+    )
+    put_files(root, {"etc/systemd/system/script.service": service})
+
+    # What `systemctl enable` does, which cannot run in a tree for another architecture.
+    wanted = root / "etc/systemd/system/multi-user.target.wants"
+    wanted.mkdir(exist_ok=True)
+    (wanted / "script.service").symlink_to("../script.service")
+
+
+def put_files(root: Path, files: Mapping[str, str]) -> None:
+    """Write files into a root tree, and make the directories that they are in."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+# -- amd64, and its kernel with the driver ---------------------------------------------------------
+
+
+def amd64(release: str) -> Platform:
+    """Return a computer that boots root trees of any release with the kernel of this one.
+
+    They have the driver where modprobe finds it.
+    """
+
+    def make_root(guest: Guest, root: Path) -> Path:
+        kernel = _kernel(release)
+        unpack(root_tree(guest.suite, guest.packages), root)
+        shutil.copytree(kernel / "modules", root / "usr/lib/modules", dirs_exist_ok=True)
+        in_tree(root, "depmod", "-a", next((kernel / "modules").iterdir()).name)
+        return kernel / "vmlinuz"
+
+    # A thread for each processor. Counted instructions would be independent of the host's load, but
+    # take twice the time.
+    return Platform(
+        qemu=("qemu-system-x86_64", "-accel", "tcg", "-machine", "q35", "-cpu", "max", "-smp", "2"),
+        console="ttyS0",
+        port=("-serial", "chardev:steps"),
+        terminal="/dev/ttyS1",
+        make_root=make_root,
+    )
+
+
+def _kernel(suite: str) -> Path:
+    """Return a directory with a Debian release's kernel, vmlinuz, and some modules; raises Missing.
+
+    modules/<release> has the driver, which is compiled for it, and MODULES. All is cached.
+    """
+    if os.uname().machine != "x86_64":
+        raise Missing("the virtual machine is one for amd64")
+    require({"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap"})
+
+    sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
+    key = hashlib.sha256(repr((sources, MODULES)).encode()).hexdigest()[:12]
+    place = CACHE / f"kernel-{suite}-{key}"
+    if not is_fresh(place):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+            made = Path(directory, "made")
+            _make_kernel(suite, Path(directory, "tree"), made)
+            shutil.rmtree(place, ignore_errors=True)
+            made.rename(place)
+    return place
 
 
 # Runs while a tree with the kernel's headers and compiler is made, with apt set up for its suite.
@@ -59,29 +257,8 @@ mount -t proc proc "$1/proc" && exec chroot "$1" /usr/bin/env PATH=/usr/sbin:/us
 """
 
 
-def kernel(suite: str = "bookworm") -> Kernel:
-    """Return a Debian release's kernel, unpacked, and the driver, compiled for it; raises Missing.
-
-    They come from the cache, or are made.
-    """
-    if os.uname().machine != "x86_64":
-        raise Missing("the virtual machine is one for amd64")
-    if missing := [package for tool, package in TOOLS.items() if not shutil.which(tool)]:
-        raise Missing(f"apt-get install --no-install-recommends {' '.join(missing)}")
-    sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
-    place = CACHE / f"kernel-{suite}-{hashlib.sha256(sources).hexdigest()[:12]}"
-    if not place.exists() or time.time() - place.stat().st_mtime > FRESH:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
-            made = Path(directory, "made")
-            _make_kernel(suite, Path(directory, "tree"), made)
-            shutil.rmtree(place, ignore_errors=True)
-            made.rename(place)
-    [modules] = (place / "modules").iterdir()
-    return Kernel(modules.name, place / "vmlinuz", modules, place / "tenstorrent.ko")
-
-
 def _make_kernel(suite: str, tree: Path, place: Path) -> None:
+    """Make a tree with the kernel's headers and compiler, and compile the driver in it."""
     tree.parent.chmod(0o755)  # apt downloads as a user of its own
     command = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=directory"]
     command += ["--include=linux-headers-cloud-amd64,make", f"--customize-hook={FETCH_KERNEL}"]
@@ -89,172 +266,24 @@ def _make_kernel(suite: str, tree: Path, place: Path) -> None:
     fetched = subprocess.run([*command, suite, str(tree)], capture_output=True, text=True)
     if fetched.returncode:
         raise Missing(f"no kernel of {suite}: {fetched.stderr.strip()[-500:]}")
+
     [headers] = tree.glob("usr/src/linux-headers-*-cloud-amd64")
     release = headers.name.removeprefix("linux-headers-")
-
     shutil.copytree(DRIVER, tree / "srv/driver")
     alone = ["unshare", "--mount", "--propagation=private", "sh", "-c", COMPILE_DRIVER, "sh"]
     made = subprocess.run([*alone, str(tree), release], capture_output=True, text=True)
     if made.returncode:
         raise RuntimeError(f"the driver cannot be compiled:\n{made.stderr}")
 
-    place.mkdir()
-    kernel = tree / "srv/kernel"
-    [modules] = [*kernel.glob("lib/modules/*"), *kernel.glob("usr/lib/modules/*")]
-    [image] = [*kernel.glob("boot/vmlinuz-*"), *modules.glob("vmlinuz")]
+    unpacked = tree / "srv/kernel"
+    # Newer packages have all below /usr, and compress the modules.
+    [modules] = [*unpacked.glob("lib/modules/*"), *unpacked.glob("usr/lib/modules/*")]
+    [image] = [*unpacked.glob("boot/vmlinuz-*"), *modules.glob("vmlinuz")]
+    kept = place / "modules" / release
+    kept.mkdir(parents=True)
     shutil.copy(image, place / "vmlinuz")
-    shutil.copytree(modules, place / "modules" / release, symlinks=True)
-    shutil.copy(tree / "srv/driver/tenstorrent.ko", place)
-
-
-def run(suite: str, deb: Path, script: Path, functions: Sequence[str]) -> str:
-    """Boot a system with the package, run a Python script on it, and return what that has written.
-
-    functions: the PCI functions' places on bus 0, such as "10.0".
-    """
-    booted = kernel()
-    with tempfile.TemporaryDirectory(prefix="ttdp-vm-", dir="/var/tmp") as directory:
-        work, root = Path(directory), Path(directory, "root")
-        root.mkdir()
-        subprocess.run(["tar", "-C", str(root), "-xf", str(root_tree(suite, TREE))], check=True)
-        install_driver(booted, root)
-        put_modules(root)
-        shutil.copy(deb, root / "package.deb")
-        shutil.copy(script, root / "script.py")
-        put_files(root, {"etc/systemd/system/script.service": service("/script.py", "/dev/ttyS1")})
-        put_files(root, {"init": INIT}, 0o755)
-        inside(root, "dpkg", "--install", "/package.deb")
-        inside(root, "systemctl", "enable", "script")
-        (root / "package.deb").unlink()
-        with (work / "initrd").open("wb") as archive:
-            write_cpio(root, archive)
-        shutil.rmtree(root)
-        said, console = work / "said", work / "console"
-        qemu = [*QEMU, "-m", "1536", "-smp", "2", *HEADLESS, "-kernel", str(booted.image)]
-        qemu += ["-initrd", str(work / "initrd"), "-append", "console=ttyS0 panic=-1 quiet"]
-        qemu += ["-serial", f"file:{console}", "-serial", f"file:{said}", *cards(functions)]
-        return run_to_end(qemu, said, console, BOOTED)
-
-
-def cards(functions: Sequence[str]) -> list[str]:
-    """Return QEMU's arguments for PCI functions at these places on bus 0."""
-    return [word for place in functions for word in ("-device", f"edu,addr={place}")]
-
-
-def install_driver(booted: Kernel, root: Path) -> None:
-    """Put the driver where modprobe finds it, in a root tree that has kmod; raises Missing."""
-    modules = root / f"usr/lib/modules/{booted.release}"
-    modules.mkdir(parents=True, exist_ok=True)
-    shutil.copy(booted.driver, modules)
-    for path in booted.modules.glob("modules.*"):
-        shutil.copy(path, modules)
-    inside(root, "depmod", "-a", booted.release)
-
-
-def inside(root: Path, *command: str) -> str:
-    """Run a command in a root tree for this machine's architecture; return its output."""
-    inside = ("chroot", str(root), "/usr/bin/env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *command)
-    done = subprocess.run(inside, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def run_to_end(qemu: Sequence[str], said: Path, console: Path, patience: float) -> str:
-    """Run QEMU until its guest switches itself off; return what the guest's script has written.
-
-    said, console: the files that QEMU writes the script's and the kernel's output to.
-    patience: seconds after which a guest counts as hung; they have to do for a busy machine, too.
-    """
-    try:
-        status = subprocess.run(qemu, timeout=patience, check=False).returncode
-        ended = f"QEMU ended with status {status}"
-    except subprocess.TimeoutExpired:
-        ended = f"the guest did not switch itself off within {patience:g} s"
-    written = said.read_text(errors="replace") if said.exists() else ""
-    shown = console.read_text(errors="replace") if console.exists() else ""
-    if END not in written:
-        raise AssertionError(
-            f"the script did not come to its end; {ended}.\n"
-            f"It wrote:\n{written[-6000:]}\nThe console says:\n{shown[-4000:]}"
-        )
-    return written.replace(END, "")
-
-
-def steps(written: str) -> Steps:
-    """Return the steps that a guest's script has written, one JSON object a line, by name."""
-    lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
-    assert lines, written
-    return {line["step"]: line for line in lines}
-
-
-QEMU = ("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-machine", "q35")
-HEADLESS = ("-display", "none", "-nic", "none", "-no-reboot")
-INIT = "#!/bin/sh\nexec /lib/systemd/systemd\n"
-END = "The script has come to its end."
-
-
-def service(script: str, terminal: str) -> str:
-    """Return the unit that runs a Python script when all else is started, and then switches off.
-
-    terminal: the serial device that the script's output goes to; after it, unless it failed, `END`.
-    """
-    return f"""
-[Unit]
-After=multi-user.target
-[Service]
-Type=oneshot
-Environment=PYTHONPATH=/srv/project PYTHONDONTWRITEBYTECODE=1
-ExecStart=/usr/bin/python3 -u {script}
-ExecStartPost=/usr/bin/echo {END}
-StandardOutput=file:{terminal}
-StandardError=inherit
-ExecStopPost=/usr/bin/systemctl --force --force poweroff
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-def put_modules(root: Path) -> None:
-    """Put what scripts can import into a root tree: tests.world, some modules of tests.e2e."""
-    project = root / "srv/project"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tests/world", project / "tests/world", ignore=ignored)
-    (project / "tests/e2e").mkdir()
-    shutil.copy(ROOT / "tests/__init__.py", project / "tests")
-    for name in ("__init__.py", "steps.py", "apiserver.py", "guestnode.py"):
-        shutil.copy(ROOT / "tests/e2e" / name, project / "tests/e2e")
-
-
-def put_files(root: Path, files: Mapping[str, str], mode: int = 0o644) -> None:
-    """Write files into a root tree, and make the directories that they are in."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(mode)
-
-
-def write_cpio(root: Path, archive: IO[bytes]) -> None:
-    """Write a root tree as the kernel takes it for an initial RAM file system (cpio, "newc")."""
-    for number, (name, path) in enumerate([*_paths(root), ("TRAILER!!!", None)], 1):
-        found = path.lstat() if path else None
-        mode = found.st_mode if found else 0
-        content = b""
-        if path and stat.S_ISLNK(mode):
-            content = os.fsencode(os.readlink(path))
-        elif path and stat.S_ISREG(mode):
-            content = path.read_bytes()
-        owner = (found.st_uid, found.st_gid) if found else (0, 0)
-        device = (os.major(found.st_rdev), os.minor(found.st_rdev)) if found else (0, 0)
-        encoded = os.fsencode(name) + b"\0"
-        fields = (number, mode, *owner, 1, 0, len(content), 0, 0, *device, len(encoded), 0)
-        header = b"070701" + b"".join(b"%08X" % field for field in fields) + encoded
-        archive.write(header + bytes(-len(header) % 4) + content + bytes(-len(content) % 4))
-
-
-def _paths(root: Path) -> Iterator[tuple[str, Path]]:
-    for directory, names, files in os.walk(root):
-        for name in sorted([*names, *files]):
-            path = Path(directory, name)
-            yield str(path.relative_to(root)), path
+    for path in (tree / "srv/driver/tenstorrent.ko", *modules.glob("modules.*")):
+        shutil.copy(path, kept)
+    for name in MODULES:
+        [module] = modules.rglob(f"{name}.ko*")
+        shutil.copy(module, kept)

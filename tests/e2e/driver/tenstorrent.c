@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
-// Stands in for tt-kmd where only its device nodes matter: binds to QEMU's "edu" PCI device and makes, as tt-kmd does,
-// the class device tenstorrent!N with the lowest free number N below the PCI function, and so the node tenstorrent/N,
-// and /proc/driver/tenstorrent/N/pids, a line for each open descriptor of the node.
-// From its first probe on, sysfs shows the function as an n150, of which the firmware says nothing.
-// It has no MODULE_DEVICE_TABLE, so that udev does not load it when it sees the device: somebody has to ask for it.
+// Stands in for tt-kmd where only its device files matter: binds to QEMU's "edu" PCI device and
+// makes, as tt-kmd does, the class device tenstorrent!N with the lowest free number N below the PCI
+// function, and so the device file tenstorrent/N, and /proc/driver/tenstorrent/N/pids, a line for
+// each open descriptor of the file.
+//
+// From its first probe on, sysfs shows the function as an n150 without telemetry.
+//
+// It has no MODULE_DEVICE_TABLE, so that udev does not load it when it sees the device: modprobe
+// must be asked for it.
 
 #include <linux/cdev.h>
 #include <linux/device.h>
@@ -43,9 +47,11 @@ static int opened(struct inode *inode, struct file *file)
 	if (!opening)
 		return -ENOMEM;
 	opening->opener = get_pid(task_tgid(current));
+
 	mutex_lock(&lock);
 	list_add_tail(&opening->others, &openings[iminor(inode) - MINOR(first)]);
 	mutex_unlock(&lock);
+
 	file->private_data = opening;
 	return 0;
 }
@@ -57,12 +63,17 @@ static int closed(struct inode *inode, struct file *file)
 	mutex_lock(&lock);
 	list_del(&opening->others);
 	mutex_unlock(&lock);
+
 	put_pid(opening->opener);
 	kfree(opening);
 	return 0;
 }
 
-static const struct file_operations operations = { .owner = THIS_MODULE, .open = opened, .release = closed };
+static const struct file_operations operations = {
+	.owner = THIS_MODULE,
+	.open = opened,
+	.release = closed,
+};
 
 static int show_pids(struct seq_file *file, void *unused)
 {
@@ -89,19 +100,28 @@ static int probe(struct pci_dev *function, const struct pci_device_id *id)
 		kfree(node);
 		return number;
 	}
+
+	// An n150, for everyone who reads sysfs from now on.
 	function->vendor = function->subsystem_vendor = 0x1e52;
 	function->device = 0x401e;
 	function->subsystem_device = 0x18;
+
 	snprintf(name, sizeof(name), "%d", number);
 	node->directory = proc_mkdir(name, directories);
-	if (!node->directory || !proc_create_single_data("pids", 0444, node->directory, show_pids, &openings[number]))
+	if (!node->directory)
 		goto undo;
-	node->device = device_create(class, &function->dev, first + number, NULL, "tenstorrent!%d", number);
+	if (!proc_create_single_data("pids", 0444, node->directory, show_pids, &openings[number]))
+		goto undo;
+
+	node->device = device_create(class, &function->dev, first + number, NULL,
+				     "tenstorrent!%d", number);
 	error = PTR_ERR_OR_ZERO(node->device);
 	if (error)
 		goto undo;
+
 	pci_set_drvdata(function, node);
 	return 0;
+
 undo:
 	proc_remove(node->directory);
 	ida_free(&numbers, number);
@@ -120,9 +140,19 @@ static void remove(struct pci_dev *function)
 	kfree(node);
 }
 
-static const struct pci_device_id functions[] = { { PCI_DEVICE(0x1234, 0x11e8) }, { PCI_DEVICE(0x1e52, 0x401e) }, {} };
+// As the bus has it before and after the first probe.
+static const struct pci_device_id functions[] = {
+	{ PCI_DEVICE(0x1234, 0x11e8) },
+	{ PCI_DEVICE(0x1e52, 0x401e) },
+	{},
+};
 
-static struct pci_driver driver = { .name = "tenstorrent", .id_table = functions, .probe = probe, .remove = remove };
+static struct pci_driver driver = {
+	.name = "tenstorrent",
+	.id_table = functions,
+	.probe = probe,
+	.remove = remove,
+};
 
 static int __init start(void)
 {
@@ -130,12 +160,15 @@ static int __init start(void)
 
 	if (error)
 		return error;
+
 	for (int number = 0; number < NODES; number++)
 		INIT_LIST_HEAD(&openings[number]);
+
 	cdev_init(&nodes, &operations);
 	error = cdev_add(&nodes, first, NODES);
 	if (error)
 		goto region;
+
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 4, 0)
 	class = class_create(THIS_MODULE, "tenstorrent");
 #else
@@ -144,13 +177,16 @@ static int __init start(void)
 	error = PTR_ERR_OR_ZERO(class);
 	if (error)
 		goto nodes;
+
 	error = -ENOMEM;
 	directories = proc_mkdir("driver/tenstorrent", NULL);
 	if (!directories)
 		goto class;
+
 	error = pci_register_driver(&driver);
 	if (!error)
 		return 0;
+
 	proc_remove(directories);
 class:
 	class_destroy(class);
