@@ -61,7 +61,7 @@ class ApiServer:
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
         """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
-        pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
+        pod["metadata"] = {"uid": str(uuid.uuid4()), **pod["metadata"], "namespace": "default"}
         spec = pod["spec"]
         spec |= {"nodeName": node, "dnsPolicy": "Default", "schedulerName": "default"}
         spec.setdefault("securityContext", {})

@@ -7,7 +7,6 @@ machine, and what they ask the driver is answered by driver.c, which writes down
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,10 +16,10 @@ import pytest
 
 import ttdp
 from tests.commands import Host
+from tests.e2e.builds import CACHE, cached
 from tests.e2e.container import require_root
-from tests.e2e.machine import CACHE
-from tests.e2e.node import OPENABLE
-from tests.e2e.umd import DRIVER
+from tests.e2e.daemon import OPENABLE
+from tests.e2e.umd import compile_driver
 from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import until
 from tests.world.simulation import STALLS, RunningDaemon, settings_of
@@ -49,15 +48,16 @@ exec unshare --mount sh -c '
 
 def installed(version: str) -> Path:
     """Return the path of a tt-smi, in a virtual environment of its own in the cache."""
-    place = CACHE / f"tt-smi-{version}-{sys.version_info.major}.{sys.version_info.minor}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "tt-smi.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "complete").exists():
-            subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-            pip = [str(place / "bin/pip"), "install", "--quiet", "--only-binary=:all:"]
-            subprocess.run([*pip, f"tt-smi=={version}"], check=True)
-            (place / "complete").touch()
+    name = f"tt-smi-{version}-{sys.version_info.major}.{sys.version_info.minor}"
+    place = CACHE / f"{name}-environment"  # a path that its programs contain
+
+    def make(marker: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        pip = [str(place / "bin/pip"), "install", "--quiet", "--only-binary=:all:"]
+        subprocess.run([*pip, f"tt-smi=={version}"], check=True)
+        marker.touch()
+
+    cached(f"{name}-complete", make)
     return place / "bin/tt-smi"
 
 
@@ -92,8 +92,7 @@ def machine(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Machine]
     node.add("p300c")
     for name in ("bin", "host-dev"):
         (node.root / name).mkdir()
-    gcc = ["gcc", "-shared", "-fPIC", "-O1", "-Wall"]
-    subprocess.run([*gcc, "-o", node.root / "driver.so", DRIVER], check=True)
+    compile_driver(node.root / "driver.so")
 
     environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
     machine = Machine(short_tmp, node, environ, {"FOLLOWS_WITHIN": 60.0})
