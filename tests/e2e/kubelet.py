@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.e2e.steps import JSON
 from tests.world.checkpoint import CHECKPOINT
 from tests.world.processes import wait_until
 
-PORT = 10250
+PORT = 10255  # without TLS: handshakes of whoever polls would cost much
 
 
 def _configuration(version: str, machine: Machine) -> JSON:
@@ -39,10 +38,9 @@ def _configuration(version: str, machine: Machine) -> JSON:
         "failSwapOn": False,
         # Reached by nobody but this harness: the loopback device is the machine's own.
         "address": "127.0.0.1",
-        "port": PORT,
-        "readOnlyPort": 0,
+        "readOnlyPort": PORT,
         "healthzPort": 0,
-        "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        "authentication": {"webhook": {"enabled": False}},
         "authorization": {"mode": "AlwaysAllow"},
         "registerNode": False,
         "enableControllerAttachDetach": False,
@@ -88,7 +86,6 @@ class Kubelet:
         self._manifests.mkdir()
         self._starts = 0
         self._stale_socket: int | None = None
-        self._connection: http.client.HTTPConnection | None = None
         self._process: Process | None = None
 
     @property
@@ -113,7 +110,6 @@ class Kubelet:
         """Start it, again or for the first time, and wait until it answers."""
         assert self._process is None or not self._process.alive, "it runs already"
         self._starts += 1
-        self._hang_up()
         self._stale_socket = self._socket_identity()
 
         config = self._machine.scratch / "kubelet.json"
@@ -143,7 +139,7 @@ class Kubelet:
             raise RuntimeError(f"kubelet {self.version} ended:\n{tail(self.log)}")
         try:
             is_healthy = self._get("/healthz") == b"ok"
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         return is_healthy and self._socket_identity() not in (None, self._stale_socket)
 
@@ -177,6 +173,14 @@ class Kubelet:
         """Kill it and start it again."""
         self.kill()
         self.start()
+
+    def _get(self, path: str) -> bytes:
+        """GET a path of its read-only port."""
+        with self._machine.connect(PORT) as connected:
+            connection = http.client.HTTPConnection("127.0.0.1", PORT)
+            connection.sock = connected
+            connection.request("GET", path)
+            return connection.getresponse().read()
 
     def wait_logged(self, text: str) -> None:
         """Wait until this start's log has a text."""
@@ -246,33 +250,3 @@ class Kubelet:
         with grpc.insecure_channel(f"unix://{socket_path}") as channel:
             stub = podresources_pb2_grpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
             return getattr(stub, method)(request, timeout=30)
-
-    # Its HTTPS port
-
-    def _get(self, path: str) -> bytes:
-        """GET a path; the connection is kept, as a handshake at each poll would cost much."""
-        is_kept = self._connection is not None
-        try:
-            return self._get_once(path)
-        except (OSError, http.client.HTTPException):
-            if not is_kept:
-                raise
-            return self._get_once(path)  # a kubelet hangs up when nothing was asked for 90 seconds
-
-    def _get_once(self, path: str) -> bytes:
-        if self._connection is None:
-            connection = http.client.HTTPConnection("127.0.0.1", PORT)
-            context = ssl._create_unverified_context()  # it signed its certificate itself
-            connection.sock = context.wrap_socket(self._machine.connect(PORT))
-            self._connection = connection
-        try:
-            self._connection.request("GET", path)
-            return self._connection.getresponse().read()
-        except (OSError, http.client.HTTPException):
-            self._hang_up()
-            raise
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
