@@ -1,7 +1,19 @@
 """Fixtures: nodes with the real kubelet and the daemon; and what tests tell at the end of the run.
 
 These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`. They
-need root.
+need root. What they are made of, from below:
+
+    builds.py      tools of the host; programs and packages, in a cache
+    images.py      the image that containers run, with busybox
+    machine.py     Machine: namespaces, with processes and cgroups, that can lose power
+    containerd.py, kubelet.py, apiserver.py    what a node runs
+    daemon.py      Site: a machine with cards and the daemon
+    pods.py        manifests, and what the API says of a pod; also for virtual machines
+    node.py        Node: a Site with a kubelet, and its pods; a test begins like the one there
+    ward.py        Ward: a Node of whose pods is known what they have open (openers.py)
+    readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
+    container.py   a booted Debian; host.py: with the package
+    vm.py          a virtual machine; guest.py and guestnode.py run in it
 """
 
 from __future__ import annotations

@@ -186,6 +186,11 @@ class Site:
             self.prepare(self._cards)
         return self._cards
 
+    def host_number(self, bdf: str) -> tuple[int, int]:
+        """Return the major and minor number of a chip's device file as it is now."""
+        status = os.stat(self.cards.chip(bdf).device_node)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
+
     def prepare(self, cards: SimulatedNode) -> None:
         """Start what runs for as long as there are these cards."""
         self._while_cards.enter_context(Ticker(cards))

@@ -38,6 +38,7 @@ NODE_NAME = "node"
 NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
 
 PREFIX = "ttdp-node-"
+HUNG = 300.0  # seconds after which a command will not end
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 CLONE_NEWNET = 0x40000000
 
@@ -177,7 +178,7 @@ class Machine:
     def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
         streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        return subprocess.run(self._entering(argv), timeout=PATIENCE, **streams)
+        return subprocess.run(self._entering(argv), timeout=HUNG, **streams)
 
     def mount(self, *arguments: str) -> None:
         """Mount something, until the machine loses power."""

@@ -11,7 +11,6 @@ A test begins like this one, with the fixture `node` of conftest.py:
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 import uuid
@@ -158,11 +157,6 @@ class Node(Site):
 
         for resource, devices in (by_resource if expected is None else expected).items():
             self.kubelet.wait_allocatable(resource, devices)
-
-    def host_number(self, bdf: str) -> tuple[int, int]:
-        """Return the major and minor number of a chip's device file as it is now."""
-        status = os.stat(self.cards.chip(bdf).device_node)
-        return os.major(status.st_rdev), os.minor(status.st_rdev)
 
     # Pods
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from tests.e2e.builds import CACHE, HERE, build_go, cached
+from tests.e2e.machine import HUNG
 from tests.e2e.steps import JSON
 
 JUDGES = HERE / "judges"
@@ -40,7 +41,7 @@ def judge(name: str, *arguments: str, text: str | None = None) -> subprocess.Com
     """Run one of the programs of our own."""
     sources = [JUDGES / file for file in ("go.mod", "go.sum", f"{name}/main.go")]
     command = [str(_built(name, f"./{name}", sources)), *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=HUNG)
 
 
 def kustomized(directory: Path) -> list[JSON]:
@@ -88,7 +89,7 @@ def labels_by_nfd(features: Path, *options: str) -> dict[str, str]:
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     command = ["promtool", *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=HUNG)
 
 
 def assert_rules(path: Path, test: JSON, rule_files: Sequence[Path] = ()) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,10 @@ class CdiHost(Site):
         argv += [f"--device={DEVICE}={device}", *options, "--entrypoint=/bin/sh", IMAGE]
         return self.podman(*argv, "-c", script)
 
+    def numbers(self, chips: Iterable[Chip]) -> dict[str, tuple[int, int]]:
+        """Return what a container has to have of these chips: numbers by path, both the host's."""
+        return {f"/dev/tenstorrent/{chip.ordinal}": self.host_number(chip.bdf) for chip in chips}
+
     def seen(self, device: str) -> dict[str, tuple[int, int]]:
         """Return the device files in a container of podman's, each of which can be opened."""
         done = self.run(device, SHOW)
@@ -82,15 +86,6 @@ def host(cdi_host: CdiHost) -> Iterator[CdiHost]:
         yield host
 
 
-def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
-    """Return what a container has to have of these chips: numbers by path, both the host's."""
-    found = {}
-    for chip in chips:
-        major, minor = chip.attribute("dev").read_text().split(":")
-        found[f"/dev/tenstorrent/{chip.ordinal}"] = (int(major), int(minor))
-    return found
-
-
 # -- The specification's own library ---------------------------------------------------------------
 
 
@@ -103,11 +98,11 @@ def test_the_file_is_valid(host: CdiHost) -> None:
         container = host.judged(name)["container"]
         devices = container["linux"]["devices"]
         found = {each["path"]: (each["major"], each["minor"]) for each in devices}
-        assert found == numbers(chips)
+        assert found == host.numbers(chips)
 
         rules = container["linux"]["resources"]["devices"]
         allowed = {(rule["major"], rule["minor"], rule["access"]) for rule in rules}
-        assert allowed == {(*number, "rw") for number in numbers(chips).values()}
+        assert allowed == {(*number, "rw") for number in host.numbers(chips).values()}
         assert {mount["destination"] for mount in container["mounts"]} == {*PAGES}
 
 
@@ -127,13 +122,13 @@ MAKE = """
 def test_podman_gives_chips(host: CdiHost) -> None:
     """A container can open the named chip and no other, not even one that it creates, or all."""
     for chip in host.cards.chips[:2]:
-        own = numbers([chip])
+        own = host.numbers([chip])
         assert host.seen(chip.bdf) == own
         for number in OPENABLE:
             done = host.run(chip.bdf, MAKE % number, "--cap-add=MKNOD")
             expected = "opened" if number in own.values() else FORBIDDEN
             assert done.stdout.strip().rpartition(": ")[2] == expected
-    assert host.seen("all") == numbers(host.cards.chips)
+    assert host.seen("all") == host.numbers(host.cards.chips)
 
     touch = " ".join(["busybox touch", *(f"{path}/written" for path in PAGES)])
     done = host.run(host.cards.chips[0].bdf, touch)

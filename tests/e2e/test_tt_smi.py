@@ -19,6 +19,7 @@ from tests.commands import Host
 from tests.e2e.builds import CACHE, cached
 from tests.e2e.container import require_root
 from tests.e2e.daemon import OPENABLE
+from tests.e2e.machine import HUNG
 from tests.e2e.umd import compile_driver
 from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import until
@@ -96,6 +97,7 @@ def machine(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Machine]
 
     environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
     machine = Machine(short_tmp, node, environ, {"FOLLOWS_WITHIN": 60.0})
+
     machine.tt_smi.write_text(TT_SMI.format(node=node.root, program=program))
     machine.tt_smi.chmod(0o755)
     with Ticker(node, 0.05):
@@ -109,6 +111,7 @@ async def stalled(machine: Machine) -> AsyncIterator[Machine]:
     settings = settings_of(machine.node, machine.plugins, **more)
     async with RunningDaemon(machine.node, settings) as daemon:
         await until(lambda: daemon.notified("READY=1"))
+
         machine.ill.freeze()
 
         def is_stalled() -> bool:
@@ -122,8 +125,9 @@ async def stalled(machine: Machine) -> AsyncIterator[Machine]:
 async def fixed(machine: Machine, **environ: str) -> None:
     """Run `fix` to its end; the chip is healthy as soon as something has been reset."""
     running = asyncio.ensure_future(machine.ask("fix", machine.ill.bdf, "--yes", **environ))
-    await until(lambda: machine.resets or running.done(), "a reset", 60)
+    await until(lambda: machine.resets or running.done(), "a reset")
     machine.ill.thaw()
+
     answer = await running
     assert answer.status == 0, answer.out + answer.err
 
@@ -143,7 +147,7 @@ async def test_fix_resets_the_number_of_this_moment(stalled: Machine) -> None:
 
 def run(machine: Machine, *words: str) -> None:
     """Run tt-smi, whose status proves nothing."""
-    subprocess.run([machine.tt_smi, *words], capture_output=True, check=False, timeout=120)
+    subprocess.run([machine.tt_smi, *words], capture_output=True, check=False, timeout=HUNG)
 
 
 def command(machine: Machine) -> list[str]:
