@@ -169,9 +169,11 @@ class Kubelet:
         self._config |= config
         self.start()
 
-    def crash(self) -> None:
+    def crash(self, *, lose_checkpoint: bool = False) -> None:
         """Kill it and start it again."""
         self.kill()
+        if lose_checkpoint:
+            self.checkpoint.unlink()
         self.start()
 
     def _get(self, path: str) -> bytes:

@@ -208,15 +208,11 @@ class Machine:
         """Return the machine's root directory, with all that is mounted in it, while it is on."""
         return Path(f"/proc/{self._init_pid}/root")
 
-    @property
-    def cgroups(self) -> Path:
-        """Return the machine's cgroup in one hierarchy: the kubelet makes a pod's in all."""
-        roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
-        return next(root for root in roots if root.is_dir()) / self.cgroup[1:]
-
     def pod_cgroups(self, uid: str = "") -> Iterator[Path]:
-        """Yield the cgroups of a pod, or of all pods, and of their containers."""
-        for path, _, _ in os.walk(self.cgroups):
+        """Yield the cgroups of a pod, or of all pods, and of their containers, in one hierarchy."""
+        roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+        root = next(root for root in roots if root.is_dir())
+        for path, _, _ in os.walk(root / self.cgroup[1:]):
             if f"/pod{uid}" in path:
                 yield Path(path)
 

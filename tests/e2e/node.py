@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.containerd import Containerd
-from tests.e2e.daemon import Site
+from tests.e2e.daemon import FORBIDDEN, OPENABLE, Site
 from tests.e2e.kubelet import Kubelet
 from tests.e2e.machine import NODE_NAME, tail
 from tests.e2e.pods import Pod, manifest
@@ -284,9 +284,22 @@ class NodePod(Pod):
         return "opened" if done.returncode == 0 else done.stderr.strip().rpartition(": ")[2]
 
     def make_and_open(self, number: tuple[int, int]) -> str:
-        """Let the container itself create a device file, and open that."""
+        """Let the container itself create a device file, which takes root, and open that."""
         path = f"/tmp/{number[0]}-{number[1]}"
         make = f"busybox rm -f {path}; busybox mknod {path} c {number[0]} {number[1]}"
         done = self.run("sh", "-c", make)
         assert done.returncode == 0, done.stderr
         return self.open(path)
+
+    def assert_has_only(self, bdf: str) -> None:
+        """Check that the container has this chip's device file, can open it, and has no other."""
+        path = f"/dev/tenstorrent/{self._node.cards.chip(bdf).ordinal}"
+        assert self.device_files() == {path}
+        assert self.number(path) == self._node.host_number(bdf)
+        assert self.open(path) == "opened"
+
+    def assert_can_make_only(self, bdf: str) -> None:
+        """Check that of device files that it makes itself, the container can open this chip's."""
+        own = self._node.host_number(bdf)
+        for number in OPENABLE:  # of this chip, other chips, and something else of the host
+            assert self.make_and_open(number) == ("opened" if number == own else FORBIDDEN)

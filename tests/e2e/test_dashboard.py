@@ -121,6 +121,7 @@ class Prometheus(NamedTuple):
 def serving(home: Path, config: object, end: float) -> Iterator[Prometheus]:
     """Run Prometheus with this configuration on the data below `home`."""
     (home / "prometheus.yml").write_text(json.dumps(config))
+    # A free port: with port 0 it would not tell which one it has.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     command = ["prometheus", f"--config.file={home}/prometheus.yml"]
@@ -182,9 +183,6 @@ def test_the_dashboard_can_be_imported() -> None:
 
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(ids) == len(set(ids)) and len(QUERIES) == len(PANELS)
-
-    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Health", "Power and temperature", "Pods", "PCIe"]
 
     cells = [
         (x, y)

@@ -23,7 +23,6 @@ from tests.e2e.node import NodePod
 from tests.e2e.steps import JSON
 from tests.e2e.ward import (
     CARDS,
-    CONFIGURATIONS,
     ELSEWHERE,
     ONE,
     RESOURCES,
@@ -119,10 +118,8 @@ def test_a_kubelet_that_starts_without_its_checkpoint(ward: Ward, told: Told) ->
     before = [ward.opened(pod) for pod in pods]
     processes = {each.host_pid for each in ward.openers.now}
 
-    ward.kubelet.kill()
-    ward.kubelet.checkpoint.unlink()
-    ward.kubelet.start()
-    ward.wait_offered("", [])
+    ward.kubelet.crash(lose_checkpoint=True)
+    ward.wait_offered("")
     ward.kubelet.wait_logged(HEARD_OF_ALL)
 
     assert {each.host_pid for each in ward.openers.now} == processes
@@ -208,7 +205,7 @@ class Steps:
             pod.wait_ended()
 
         self.ward.reconfigure(CARDS)
-        self.ward.wait_offered(CARDS, [])
+        self.ward.wait_offered(CARDS)
         last = self.ward.started({RESOURCES[CARDS]: 4})
         wait_until(lambda: len(self.ward.opened(last)) == 4, "all chips to be in use")
 
@@ -279,16 +276,14 @@ class Steps:
     # The node
 
     def reconfigure(self) -> None:
-        self._config = self._random.choice(CONFIGURATIONS)
+        self._config = self._random.choice([*RESOURCES])
         self.ward.reconfigure(self._config)
 
     def restart_kubelet(self) -> None:
         self.ward.kubelet.crash()
 
     def lose_checkpoint(self) -> None:
-        self.ward.kubelet.kill()
-        self.ward.kubelet.checkpoint.unlink()
-        self.ward.kubelet.start()
+        self.ward.kubelet.crash(lose_checkpoint=True)
 
     def restart_kubelet_alone(self) -> None:
         """Restart it while the API server is away, and delete a pod meanwhile."""
@@ -304,7 +299,7 @@ class Steps:
     def kill_daemon(self) -> None:
         """Kill it, and start it with another configuration."""
         self.ward.daemon.kill()
-        self._config = self._random.choice(CONFIGURATIONS)
+        self._config = self._random.choice([*RESOURCES])
         self.ward.configure(self._config)
         self.ward.daemon.start()
 

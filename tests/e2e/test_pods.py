@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.builds import VERSIONS
 from tests.e2e.conftest import Told
-from tests.e2e.daemon import FORBIDDEN, OPENABLE
 from tests.e2e.node import N300, Node, NodePod
 from tests.e2e.pods import RUNNING, Outcome
 from tests.world.node import Chip
@@ -41,15 +40,9 @@ def test_pod_gets_exactly_its_device(node: Node) -> None:
     for user in (None, None, 1000):
         pod = node.started({N300: 1}, user=user)
         (bdf,) = pod.devices(N300)
-        path = f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}"
-        own = node.host_number(bdf)
-
-        assert pod.device_files() == {path}
-        assert pod.number(path) == own
-        assert pod.open(path) == "opened"
-        if user is None:  # only root can create one
-            for number in OPENABLE:  # its own device, other cards', and another one of the host
-                assert pod.make_and_open(number) == ("opened" if number == own else FORBIDDEN)
+        pod.assert_has_only(bdf)
+        if user is None:
+            pod.assert_can_make_only(bdf)
 
 
 def test_eight_of_a_galaxy_are_one_tray(node: Node) -> None:

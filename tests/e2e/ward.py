@@ -1,6 +1,6 @@
 """A node of whose pods it is known what they were given, and what they have open.
 
-Its cards are two p300c, four chips: the rules here know what each of CONFIGURATIONS lists of them.
+Its cards are p300c, of two chips each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tests.e2e.node import Node, NodePod
 from tests.e2e.openers import LOCKS, Openers
@@ -27,6 +27,26 @@ DOMAIN = "tenstorrent.com"
 P300 = f"{DOMAIN}/p300"
 ONE = {P300: 1}
 STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on
+
+# Configurations, and their one resource.
+BOARDS, CARDS = 'unit = "board"\n', 'resource_naming = "card"\n'
+ELSEWHERE = 'resource_domain = "example.org"\n'
+SHARED = f"""
+[sharing]
+lock_dir = "/run{LOCKS}"
+[[sharing.resources]]
+name = "p300"
+replicas = 2
+"""
+RENAMED = f'{SHARED}rename = "p300-half"\n'
+RESOURCES = {
+    "": P300,
+    CARDS: f"{DOMAIN}/p300c",
+    BOARDS: f"{DOMAIN}/p300-board",
+    ELSEWHERE: "example.org/p300",
+    SHARED: P300,
+    RENAMED: f"{DOMAIN}/p300-half",
+}
 
 # What containers run: they open every device file that they have, and keep it open.
 HOLD = """
@@ -47,6 +67,11 @@ def holding(
     """Return a pod's manifest. stubborn: it ignores SIGTERM; others: of pods.manifest()."""
     filled = script.replace("{term}", "''" if stubborn else "'exit 0'")
     return manifest(resources, command=["sh", "-c", filled], grace=STUBBORN, **others)
+
+
+def chips_of(entry: Entry) -> set[str]:
+    """Return the PCI addresses of the chips that the daemon gave to a container."""
+    return {*entry.held.answer.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")}
 
 
 W = TypeVar("W", bound="Ward")
@@ -87,10 +112,9 @@ class Ward(Node):
 
     # The daemon
 
-    def serve(self, config: str = "") -> None:
-        """Start the daemon, and wait until the kubelet has what it lists."""
-        self.start_daemon(config, INTERVAL, expected={})
-        self.wait_offered(config, [])
+    def serve(self) -> None:
+        """Start the daemon, and wait until the kubelet has all chips."""
+        self.start_daemon(interval=INTERVAL)
 
     def waits(self) -> int:
         """Return how many container starts have waited for a pod, by the daemon's log."""
@@ -111,9 +135,19 @@ class Ward(Node):
         self.daemon.reload()
         wait_until(lambda: reloads() > before, "the reload")
 
-    def wait_offered(self, config: str, held: Sequence[Held]) -> None:
-        """Wait until the kubelet has exactly this: what nobody has, and what these pods have."""
-        expected = expectation(listing(self.cards, config), held)
+    def wait_offered(self, config: str, held: Sequence[Entry] = ()) -> None:
+        """Wait until the kubelet has the IDs that were given, and those of all other chips."""
+        expected: dict[str, set[str]] = {}
+        for entry in held:
+            expected.setdefault(entry.resource, set()).update(entry.held.ids)
+
+        assert config not in (BOARDS, RENAMED), "whose IDs are others"
+        free = {chip.bdf for chip in self.cards.chips}.difference(*map(chips_of, held))
+        if config == SHARED:
+            free = {f"{bdf}::{n}" for bdf in free for n in range(2)}
+        if free:
+            expected.setdefault(RESOURCES[config], set()).update(free)
+
         wait_until(
             lambda: self.kubelet.allocatable() == expected,
             lambda: f"{expected} to be offered; there is {self.kubelet.allocatable()}",
@@ -131,12 +165,12 @@ class Ward(Node):
         self.wait_holds(pod)
         return pod
 
-    def held(self, *pods: NodePod) -> list[Held]:
+    def held(self, *pods: NodePod) -> list[Entry]:
         """Return what the kubelet has written down that these pods were given."""
         uids = {pod.uid for pod in pods}
         data = json.loads(self.kubelet.checkpoint.read_text())["Data"]
         entries = [Entry.parse(item) for item in data["PodDeviceEntries"] or ()]
-        return [Held.of(entry) for entry in entries if entry.uid in uids]
+        return [entry for entry in entries if entry.uid in uids]
 
     def opened(self, pod: NodePod) -> set[str]:
         """Return the chips that a pod has open."""
@@ -173,77 +207,3 @@ class Ward(Node):
             return bool(now) and now.isdisjoint(before)
 
         wait_until(again, lambda: f"a container to start again: {pod.why()}")
-
-
-# --- What is listed, and what of it is healthy ----------------------------------------------------
-
-Offer = dict[str, dict[str, frozenset[str]]]  # a configuration's chips, by resource and ID
-
-
-class Held(NamedTuple):
-    """What the kubelet has written down that a pod was given."""
-
-    resource: str
-    ids: frozenset[str]
-    chips: frozenset[str]  # PCI addresses
-
-    @classmethod
-    def of(cls, entry: Entry) -> Held:
-        chips = entry.held.answer.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")
-        return cls(entry.resource, frozenset(entry.held.ids), frozenset(chips))
-
-
-def _shared(more: str = "") -> str:
-    entry = f'[[sharing.resources]]\nname = "p300"\nreplicas = 2\n{more}'
-    return f'[sharing]\nlock_dir = "/run{LOCKS}"\n{entry}'
-
-
-BOARDS, CARDS = 'unit = "board"\n', 'resource_naming = "card"\n'
-ELSEWHERE = 'resource_domain = "example.org"\n'
-SHARED, RENAMED = _shared(), _shared('rename = "p300-half"\n')
-RESOURCES = {  # the one resource of each configuration
-    "": P300,
-    CARDS: f"{DOMAIN}/p300c",
-    BOARDS: f"{DOMAIN}/p300-board",
-    ELSEWHERE: "example.org/p300",
-    SHARED: P300,
-    RENAMED: f"{DOMAIN}/p300-half",
-}
-CONFIGURATIONS = [*RESOURCES]
-
-
-def listing(cards: SimulatedNode, config: str) -> Offer:
-    """Return what each ID stands for, of two p300c."""
-    devices: dict[str, frozenset[str]] = {}
-    for chip in cards.chips:
-        if config == BOARDS:
-            serial = chip.telemetry["tt_serial"]
-            devices[serial] = devices.get(serial, frozenset()) | {chip.bdf}
-        elif config in (SHARED, RENAMED):
-            devices |= {f"{chip.bdf}::{n}": frozenset([chip.bdf]) for n in range(2)}
-        else:
-            devices[chip.bdf] = frozenset([chip.bdf])
-    return {RESOURCES[config]: devices}
-
-
-def expectation(given: Offer, held: Sequence[Held]) -> dict[str, set[str]]:
-    """Return what is healthy: what pods have, by their IDs, and what is left of what is given."""
-    expected: dict[str, set[str]] = {}
-    for resource, devices in given.items():
-        free = {ident for ident in devices if _is_free(resource, ident, devices[ident], held)}
-        expected[resource] = free
-    for each in held:
-        expected.setdefault(each.resource, set()).update(each.ids)
-    return {resource: ids for resource, ids in expected.items() if ids}
-
-
-def _is_free(resource: str, ident: str, chips: frozenset[str], held: Sequence[Held]) -> bool:
-    """Return whether no pod has one of these chips, but as another replica of the same device."""
-    for each in held:
-        bases = {other.partition("::")[0] for other in each.ids if "::" in other}
-        is_fellow = (
-            each.resource == resource and "::" in ident and ident.partition("::")[0] in bases
-        )
-        if each.chips & chips and not is_fellow:
-            return False
-    return True
