@@ -122,7 +122,8 @@ def test_a_kubelet_that_starts_without_its_checkpoint(ward: Ward, told: Told) ->
     ward.wait_offered("")
     ward.kubelet.wait_logged(HEARD_OF_ALL)
 
-    assert {each.host_pid for each in ward.openers.now} == processes
+    # The last container's shell can have started its sleep meanwhile, which inherits what is open.
+    assert processes <= {each.host_pid for each in ward.openers.now}
     assert [ward.opened(pod) for pod in pods] == before
     refused = [pod for pod in pods if pod.refusal()]
     told(f"kubelet {ward.version}: 6 pods run, {len(refused)} refused, 0 killed")
