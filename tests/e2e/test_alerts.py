@@ -100,7 +100,7 @@ class Case(NamedTuple):
     is_beside: bool = False  # on the same node instead
 
 
-RESEAT = "eseat the card, or check its slot"
+RESEAT = "Reseat the card, or check its slot"
 COOLING = ("hot", "tripped")  # kinds of faults that no command helps
 KINDS = [*(each.value for each in ttdp.Kind), "new"]  # and one of a later version
 
@@ -136,33 +136,35 @@ def idle(chip: str, pod: str, opened: Value = 0, **more: Any) -> Case:
     return case._replace(description=case.description.replace(f"; {USERS[chip]}", users))
 
 
-def cases(output: str) -> dict[str, Case]:
-    """Return the cases by name; output: "file" (node_exporter) or "port" (the plugin's own)."""
-    is_file = output == "file"
-    down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
+def chip_cases() -> dict[str, Case]:
+    """Return the cases of a chip's faults, and of its link."""
+    stalled = fault("stalled", more={f"tt_device_open device={P300}": 0})
+    gone = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
+    narrow: World = {f"tt_device_pcie_link_width device={P300}": 4}
     many: World = {f"{ERRORS}correctable": lambda at: 30 * (at + 1 - BEGIN)}
-    unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
-    unbound: World = {f"tt_device_fault device={chip} kind=no_driver": 1 for chip in CHIPS}
-    unseen: World = {each: None for each in healthy(output) if each.startswith("tt_device_info")}
-    missing = (
-        "TenstorrentDriverNotLoaded", 2,
-        "After a kernel update, check DKMS; run: modprobe tenstorrent",
-        "Tenstorrent PCI functions without a driver on {where}: 5; "
-        f"{USERS[P300]}, default/train, pod 8d3cf3e2",
-    )  # fmt: skip
-    unloading = Case(unloaded | unbound, *missing)
-    unregistered = (
-        "TenstorrentResourceNotRegistered", 5,
-        "Check both services; run: systemctl status kubelet tt-device-plugin",
-    )  # fmt: skip
-    stopped = Case(
-        {MTIME: 60.0 * BEGIN} if is_file else down, "TenstorrentPluginNotReporting",
-        6 if is_file else 3, "To see what fails, run: tt-device-plugin check", "{where}",
-    )  # fmt: skip
-    elsewhere = fault("hot", N150)
-    elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
-    dead = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
-    probe = "job=blackbox instance=node-1"
+    few: World = {f"{ERRORS}correctable": lambda at: at}
+    found = {kind: fault(kind) for kind in KINDS}
+
+    found |= {
+        "unbound": fault("no_driver", more={UNBOUND: 1}),
+        "no serial": fault("no_response", NEW),
+        "stalled, not idle": stalled._replace(lasts=65),
+        "gone after an error": gone._replace(lasts=65),
+        "narrow link": of(P300, narrow, "LinkNarrow", 10, RESEAT)._replace(
+            summary="PCIe link runs at x4, below the card's width, on {instance}"
+        ),
+        "corrected errors": of(P300, many, "LinkErrorsCorrected", 13, RESEAT)._replace(
+            summary="300 corrected PCIe errors in ten minutes on {instance}"
+        ),
+        "few errors": Case(few),
+    }
+
+    for severities in (["nonfatal"], ["fatal"], ["nonfatal", "fatal"]):
+        errors: World = {f"{ERRORS}{severity}": 1 for severity in severities}
+        action = f"{RESEAT}; for AER messages, run: dmesg"
+        case = of(P300, errors, "LinkErrors", 0, action, after=65)
+        found[f"{' and '.join(severities)} errors"] = case
+
     excluded: World = {
         f"tt_device_info device={EXCLUDED} excluded=true board=p300 card=p300c serial=": 1,
         f"tt_device_pcie_link_width device={EXCLUDED}": 4,
@@ -171,63 +173,94 @@ def cases(output: str) -> dict[str, Case]:
         f"{ERRORS.replace(P300, EXCLUDED)}fatal": lambda at: at,
         f"tt_device_open device={EXCLUDED}": 0,
     }
+    found["excluded"] = Case(excluded, minutes=15)
+    return found
+
+
+def driver_cases() -> dict[str, Case]:
+    """Return the cases of a driver that is not there, or not bound."""
+    unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
+    unbound: World = {f"tt_device_fault device={chip} kind=no_driver": 1 for chip in CHIPS}
+    unseen: World = {each: None for each in healthy("port") if each.startswith("tt_device_info")}
+    vfio: World = {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}
+
+    missing = Case(
+        unloaded | unbound,
+        alert="TenstorrentDriverNotLoaded",
+        minutes=2,
+        action="After a kernel update, check DKMS; run: modprobe tenstorrent",
+        description="Tenstorrent PCI functions without a driver on {where}: 5; "
+        f"{USERS[P300]}, default/train, pod 8d3cf3e2",
+    )
+    never = Case(
+        {UNBOUND: 2},
+        alert="TenstorrentDriverNotBound",
+        minutes=5,
+        action="For each address and its reason, run: tt-device-plugin list",
+        description="Tenstorrent PCI functions that never had a driver on {where}: 2",
+    )
+    one = never._replace(changes={UNBOUND: 1}, description=never.description.replace("2", "1"))
     return {
-        **{kind: fault(kind) for kind in KINDS},
-        "unbound": fault("no_driver", more={UNBOUND: 1}),
-        "no serial": fault("no_response", NEW),
-        "stalled, not idle": fault("stalled", more={f"tt_device_open device={P300}": 0})._replace(
-            lasts=65
-        ),
-        "excluded": Case(excluded, minutes=15),
-        "gone after an error": dead._replace(lasts=65),
-        "driver unloaded": unloading,
-        "driver missing since boot": Case(unloaded | unseen, *missing),
-        "bound to vfio-pci": Case(unloaded | unseen | {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}),
-        "never bound": Case(
-            {UNBOUND: 2}, "TenstorrentDriverNotBound", 5,
-            "For each address and its reason, run: tt-device-plugin list",
-            "Tenstorrent PCI functions that never had a driver on {where}: 2",
-        ),
-        "one never bound, one gone": Case(
-            {UNBOUND: 1}, "TenstorrentDriverNotBound", 5,
-            "For each address and its reason, run: tt-device-plugin list",
-            "Tenstorrent PCI functions that never had a driver on {where}: 1",
-            other=fault("gone"), is_beside=True,
-        ),
-        "narrow link": of(
-            P300, {f"tt_device_pcie_link_width device={P300}": 4}, "LinkNarrow", 10, f"R{RESEAT}",
-            summary="PCIe link runs at x4, below the card's width, on {instance}",
-        ),
-        "corrected errors": of(
-            P300, many, "LinkErrorsCorrected", 13, f"R{RESEAT}",
-            summary="300 corrected PCIe errors in ten minutes on {instance}",
-        ),
-        "few errors": Case({f"{ERRORS}correctable": lambda at: at}),
-        **{
-            f"{each} errors": of(
-                P300, {f"{ERRORS}{severity}": 1 for severity in each.split("+")}, "LinkErrors", 0,
-                f"R{RESEAT}; for AER messages, run: dmesg", after=65,
-            )
-            for each in ("nonfatal", "fatal", "nonfatal+fatal")
-        },
-        "not registered": Case(
-            dict.fromkeys(REGISTERED[:2], 0), *unregistered, "{where}: n150, p300",
-            other=Case({REGISTERED[2]: 0}, *unregistered, "{where}: p300-board"),
-        ),
+        "driver unloaded": missing,
+        "driver unloaded and a chip": missing._replace(other=fault("gone", NEW)),
+        "driver missing since boot": missing._replace(changes=unloaded | unseen),
+        "bound to vfio-pci": Case(unloaded | unseen | vfio),
+        "never bound": never,
+        "one never bound, one gone": one._replace(other=fault("gone"), is_beside=True),
+    }
+
+
+def node_cases(output: str) -> dict[str, Case]:
+    """Return the cases of a node's services, and of two faults at the same time."""
+    is_file = output == "file"
+    down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
+    probe = "job=blackbox instance=node-1"
+    node_down: World = down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}
+
+    stopped = Case(
+        {MTIME: 60.0 * BEGIN} if is_file else down,
+        alert="TenstorrentPluginNotReporting",
+        minutes=6 if is_file else 3,
+        action="To see what fails, run: tt-device-plugin check",
+        description="{where}",
+    )
+    unregistered = Case(
+        dict.fromkeys(REGISTERED[:2], 0),
+        alert="TenstorrentResourceNotRegistered",
+        minutes=5,
+        action="Check both services; run: systemctl status kubelet tt-device-plugin",
+        description="{where}: n150, p300",
+    )
+    elsewhere = unregistered._replace(changes={REGISTERED[2]: 0}, description="{where}: p300-board")
+    return {
         "daemon stopped": stopped._replace(lasts=365),
         "daemon stopped and a chip": stopped._replace(other=fault("hot", NEW)),
-        "driver unloaded and a chip": unloading._replace(other=fault("gone", NEW)),
+        "not registered": unregistered._replace(other=elsewhere),
         "two chips": fault("gone", SIBLING)._replace(other=fault("blocked"), is_beside=True),
-        "node down": Case(down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}),
+        "node down": Case(node_down),
         "node_exporter down": Case(down if is_file else {}),
+    }
+
+
+def idle_cases() -> dict[str, Case]:
+    """Return the cases of chips that pods have and do not open."""
+    # The pods of the other node have longer names.
+    elsewhere = fault("hot", N150)
+    elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
+    no_pod, old_driver = f"tt_device_open device={LAST}", f"tt_device_open device={N150}"
+    at_times: World = {f"tt_device_open device={P300}": lambda at: at % 30 == 0}
+    return {
         "idle": idle(N150, "train"),
         "idle, a fault elsewhere": idle(N150, "train", other=elsewhere),
         "idle, shared": idle(P300, "infer-0", other=idle(P300, "infer-1"), is_beside=True),
-        "no pod, or an old driver": Case(
-            {f"tt_device_open device={LAST}": 0, f"tt_device_open device={N150}": None}
-        ),
-        "opened now and then": Case({f"tt_device_open device={P300}": lambda at: at % 30 == 0}),
-    }  # fmt: skip
+        "no pod, or an old driver": Case({no_pod: 0, old_driver: None}),
+        "opened now and then": Case(at_times),
+    }
+
+
+def cases(output: str) -> dict[str, Case]:
+    """Return the cases by name; output: "file" (node_exporter) or "port" (the plugin's own)."""
+    return chip_cases() | driver_cases() | node_cases(output) | idle_cases()
 
 
 # --- Ways to have the metrics ---------------------------------------------------------------------
