@@ -185,6 +185,9 @@ class Node(Site):
             self.kubelet.add_static(described)
         else:
             self.api.add_pod(described, NODE_NAME)
+
+        # From here on, a pod that cannot be found is one that has gone.
+        wait_until(pod.read, f"{pod.name} to be known")
         return pod
 
 

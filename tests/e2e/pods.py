@@ -121,7 +121,7 @@ class Pod:
         return f"{status.get('reason')}: {message}"
 
     def has_finished(self) -> bool:
-        """Return whether the pod needs its devices no longer, as a scheduler sees it."""
+        """Return whether the pod has gone, or needs its devices no longer for a scheduler."""
         found = self.read()
         return found is None or found["status"].get("phase") in ("Succeeded", "Failed")
 
