@@ -48,6 +48,7 @@ class ApiServer:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
+        """Answer no longer; the objects stay."""
         if self._server:
             server, self._server = self._server, None
             with self._changed:
@@ -61,11 +62,14 @@ class ApiServer:
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
         """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
-        pod["metadata"] |= {"namespace": "default", "uid": str(uuid.uuid4())}
+        pod["metadata"] = {"uid": str(uuid.uuid4()), **pod["metadata"], "namespace": "default"}
+        pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
+
         spec = pod["spec"]
         spec |= {"nodeName": node, "dnsPolicy": "Default", "schedulerName": "default"}
         spec.setdefault("securityContext", {})
         spec.setdefault("enableServiceLinks", True)
+
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             container["terminationMessagePath"] = "/dev/termination-log"
             container["terminationMessagePolicy"] = "File"
@@ -73,18 +77,18 @@ class ApiServer:
             # Defaulted like this by a real server; the kubelet's predicates see requests only.
             resources = container.setdefault("resources", {})
             resources["requests"] = resources.get("limits", {}) | resources.get("requests", {})
-        pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
+
         self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
 
     def delete_pod(self, name: str, *, grace: int | None = None) -> None:
         """Delete a pod's object at once; with `grace`, the kubelet ends the pod first."""
         path = f"/api/v1/namespaces/default/pods/{name}"
         if grace is None:
-            self.delete(path)
-        else:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-            marks = {"deletionTimestamp": now, "deletionGracePeriodSeconds": grace}
-            self.patch(path, {"metadata": marks})
+            return self.delete(path)
+
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        marks = {"deletionTimestamp": now, "deletionGracePeriodSeconds": grace}
+        self.patch(path, {"metadata": marks})
 
     def pod(self, name: str) -> JSON | None:
         """Return the pod as `kubectl get` would show it."""
@@ -148,9 +152,10 @@ def merged(item: Any, change: Any) -> Any:
     """Merge strategically, as far as kubelets use it: lists of conditions and the like, too."""
     if not isinstance(item, dict) or not isinstance(change, dict):
         return change
+
     result = dict(item)
     for key, value in change.items():
-        if key.startswith("$"):
+        if key.startswith("$"):  # an instruction to the server
             continue
         if value is None:
             result.pop(key, None)
@@ -168,16 +173,18 @@ def _event_of(content: bytes) -> JSON:
     """Return the name and the texts of an Event in protobuf, which newer clients send."""
     unknown = dict(_fields(content.removeprefix(b"k8s\0")))  # runtime.Unknown; 2: raw
     event = dict(_fields(unknown[2]))  # core/v1 Event
+    metadata = dict(_fields(event[1]))  # ObjectMeta; 1: name
     texts = {"reason": 3, "message": 4, "type": 9}
-    name = dict(_fields(event[1]))[1].decode()  # ObjectMeta
-    return {
-        "metadata": {"name": name},
-        **{key: event[number].decode() for key, number in texts.items()},
-    }
+    found = {key: event[number].decode() for key, number in texts.items()}
+    return {"metadata": {"name": metadata[1].decode()}, **found}
 
 
 def _fields(message: bytes) -> list[tuple[int, bytes]]:
-    """Return number and content of a message's fields that have a length."""
+    """Return number and content of a message's fields that have a length.
+
+    A key is the field's number and, in three bits, its type: 0 is a varint, 1 has eight bytes, 2
+    has a length, 5 has four bytes.
+    """
     found, place = [], 0
 
     def varint() -> int:
@@ -206,6 +213,7 @@ def _parse(path: str) -> tuple[str, str, str, str]:
     parts = path.strip("/").split("/")
     start = 2 if parts[0] == "api" else 3
     group, rest = "/".join(parts[1:start]), parts[start:]
+
     namespace = ""
     if rest[:1] == ["namespaces"] and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
@@ -270,6 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         group, _, kind, name = _parse(url.path)
+
         if name:
             item = self.server.api.read(self._object)
             return self._answer(200, item) if item else self._missing()
@@ -277,6 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._missing()
         if query.get("watch") in ("true", "1"):
             return self._watch(url.path, query)
+
         items, version = self.server.api.collect(url.path)
         answer = {"kind": f"{KINDS[kind]}List", "apiVersion": group, "items": items}
         self._answer(200, {**answer, "metadata": {"resourceVersion": str(version)}})
@@ -287,6 +297,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+
+        # A reflector that asks for a "watch list" gets all objects, and a mark behind them.
         after = int(query.get("resourceVersion") or 0)
         if query.get("sendInitialEvents") == "true":
             items, after = self.server.api.collect(collection)
@@ -296,6 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
             metadata = {"resourceVersion": str(after), "annotations": marks}
             last = {"kind": KINDS[kind], "apiVersion": group, "metadata": metadata}
             self._chunk({"type": "BOOKMARK", "object": last})
+
         while found := self.server.api.wait_events(collection, after, self.server):
             events, after = found
             for event in events:

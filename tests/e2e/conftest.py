@@ -1,7 +1,19 @@
 """Fixtures: nodes with the real kubelet and the daemon; and what tests tell at the end of the run.
 
 These tests are collected only when they are named: `python -m pytest tests/e2e/test_pods.py`. They
-need root.
+need root. What they are made of, from below:
+
+    builds.py      tools of the host; programs and packages, in a cache
+    images.py      the image that containers run, with busybox
+    machine.py     Machine: namespaces, with processes and cgroups, that can lose power
+    containerd.py, kubelet.py, apiserver.py    what a node runs
+    daemon.py      Site: a machine with cards and the daemon
+    pods.py        manifests, and what the API says of a pod; also for virtual machines
+    node.py        Node: a Site with a kubelet, and its pods; a test begins like the one there
+    ward.py        Ward: a Node of whose pods is known what they have open (openers.py)
+    readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
+    container.py   a booted Debian; host.py: with the package
+    vm.py          a virtual machine; guest.py and guestnode.py run in it
 """
 
 from __future__ import annotations
@@ -15,10 +27,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.builds import VERSIONS, build_kubelet, missing_tools
 from tests.e2e.container import require_root
+from tests.e2e.daemon import Site, stale_zipapp
 from tests.e2e.host import Host, Packages
-from tests.e2e.machine import VERSIONS, build_kubelet, missing_tools
-from tests.e2e.node import Node, Program, stale_zipapp
+from tests.e2e.node import Node
 from tests.world.processes import ROOT
 
 Told = Callable[[str], None]
@@ -38,7 +51,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.when == "call" and report.failed:
         for name, place in getattr(item, "funcargs", {}).items():
-            if isinstance(place, (Host, Node)):
+            if isinstance(place, (Host, Site)):
                 report.sections.append((f"last words of the {name}", place.last_words()))
             if isinstance(place, Host):
                 place.recover()
@@ -75,33 +88,27 @@ def packages(deb: Path) -> Iterator[Packages]:
 
 @pytest.fixture(scope="session")
 def tools(pytestconfig: pytest.Config) -> None:
-    """End the run if something is missing, with one line that says what to install."""
-    if missing := missing_tools():
+    """Build what a real kubelet needs, and have the zipapp of this very program.
+
+    If something is missing, the run ends with one line that says what to install, or to make.
+    """
+    if missing := missing_tools() or stale_zipapp():
         pytest.exit(missing, returncode=1)
+
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
-        for each in VERSIONS:
-            build_kubelet(each)
+        for version in VERSIONS:
+            build_kubelet(version)
 
 
 @pytest.fixture(scope="session")
-def program(tools: None) -> Program:
-    """Return the zipapp; without one of this very program there is no run."""
-    if reason := stale_zipapp():
-        pytest.exit(reason, returncode=1)
-    return Program()
-
-
-@pytest.fixture(scope="session")
-def running_nodes(program: Program) -> Iterator[dict[str, Node]]:
+def running_nodes(tools: None) -> Iterator[dict[str, Node]]:
     with contextlib.ExitStack() as stack:
-        yield {version: stack.enter_context(Node(version, program)) for version in VERSIONS}
+        yield {version: stack.enter_context(Node(version)) for version in VERSIONS}
 
 
 @pytest.fixture(params=VERSIONS)
 def node(request: pytest.FixtureRequest, running_nodes: dict[str, Node]) -> Iterator[Node]:
     """A node with a running kubelet, without cards, daemon and pods."""
-    node = running_nodes[request.param]
-    node.wait_clear()
-    yield node
-    node.clear()
+    with running_nodes[request.param].for_one_test() as node:
+        yield node

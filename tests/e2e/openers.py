@@ -24,7 +24,7 @@ LOCKS = "/ttdp-locks"  # what a directory with common locks is called, in a mach
 
 
 class Opener(NamedTuple):
-    """A process of a pod that has a card's node open."""
+    """A process of a pod that has a card's device file open."""
 
     host_pid: int
     pid: int  # in the machine
@@ -35,7 +35,7 @@ class Opener(NamedTuple):
 
 
 class Openers:
-    """Looks 20 times a second, while the context lasts, who has which node open."""
+    """Looks 20 times a second, while the context lasts, who has which device file open."""
 
     def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
         self.now: list[Opener] = []
@@ -56,13 +56,14 @@ class Openers:
         self._thread.join()
 
     def of(self, pod: str) -> set[str]:
-        """Return the addresses of the chips whose nodes a pod had open at the last look."""
+        """Return the addresses of the chips whose device files a pod had open at the last look."""
         addresses = {chip.ordinal: chip.bdf for chip in self._cards.chips}
         return {addresses[each.ordinal] for each in self.now if each.pod == pod}
 
     def _run(self) -> None:
         while not self._end.wait(PAUSE):
-            with self._cards.lock:  # no device file comes or goes meanwhile
+            # No device file comes or goes meanwhile.
+            with self._cards.lock:
                 self.now = [*self._look()]
                 self._show(self.now)
                 self._judge(self.now)
@@ -71,11 +72,13 @@ class Openers:
     def _look(self) -> Iterator[Opener]:
         directory = self._cards.root / "dev/tenstorrent"
         ordinals = {os.stat(node).st_rdev: int(node.name) for node in directory.glob("[0-9]*")}
-        for path, _, _ in os.walk(self._machine.cgroups / "kubepods"):
-            if uid := re.search(r"/pod([0-9a-f-]{32,36})(/|$)", path):
-                with contextlib.suppress(OSError):  # it has just gone
-                    for pid in Path(path, "cgroup.procs").read_text().split():
-                        yield from _opened(int(pid), uid[1], ordinals)
+
+        for cgroup in self._machine.pod_cgroups():
+            uid = re.search(r"/pod([0-9a-f-]{32,36})(/|$)", str(cgroup))
+            assert uid is not None, cgroup
+            with contextlib.suppress(OSError):  # it has just gone
+                for pid in (cgroup / "cgroup.procs").read_text().split():
+                    yield from _opened(int(pid), uid[1], ordinals)
 
     def _show(self, openers: Iterable[Opener]) -> None:
         """Let the daemon find them, where the driver's and the kernel's files would be."""
@@ -86,6 +89,7 @@ class Openers:
         for pid in pids - self._links:
             (processes / str(pid)).symlink_to(f"/proc/{pid}")  # as the daemon sees it
         self._links = pids
+
         for chip in self._cards.chips:
             if chip.ordinal is None:
                 continue
@@ -97,11 +101,14 @@ class Openers:
     def _judge(self, openers: Iterable[Opener]) -> None:
         given = [each for each in openers if each.given]
         met = _meetings(given)
-        if met:  # one may have closed it while another's process was looked at
+        # One may have closed it while another's process was looked at.
+        if met:
             met &= _meetings([each for each in self._look() if each.given])
+
         addresses = {chip.ordinal: chip.bdf for chip in self._cards.chips}
         for ordinal, *pods in met:
             self._accuse(f"pods {' and '.join(pods)} both have {addresses[ordinal]} open")
+
         for each in given:
             if addresses[each.ordinal] not in each.given:
                 theirs = ", ".join(sorted(each.given))
@@ -114,23 +121,27 @@ class Openers:
 
 
 def _opened(pid: int, pod: str, ordinals: dict[int, int]) -> Iterator[Opener]:
-    """Yield a process once for each node that it has open."""
+    """Yield a process once for each device file that it has open."""
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):  # it has just ended
         found = set()
         for descriptor in os.scandir(process / "fd"):
             with contextlib.suppress(FileNotFoundError):
-                found.add(ordinals.get(os.stat(descriptor.path).st_rdev))
-        for ordinal in found - {None}:
-            assert ordinal is not None
-            # Here, in the machine, in the container.
-            numbers = re.findall(r"\nNSpid:(.*)\n", _read(process / "status"))[0].split()
-            named = re.search(
-                r"(?:^|\0)TT_DEVICE_PLUGIN_DEVICES=([^\0]+)", _read(process / "environ")
-            )
-            locks = re.search(rf" \S*{LOCKS}(/\S+) /dev/shm ", _read(process / "mountinfo"))
-            given = frozenset(named[1].split(",") if named else ())
-            yield Opener(pid, int(numbers[1]), pod, ordinal, given, locks[1] if locks else "")
+                number = os.stat(descriptor.path).st_rdev
+                if number in ordinals:
+                    found.add(ordinals[number])
+        if not found:
+            return
+
+        # A process has a number here, one in the machine, and one in the container.
+        numbers = re.findall(r"\nNSpid:(.*)\n", _read(process / "status"))[0].split()
+        named = re.search(r"(?:^|\0)TT_DEVICE_PLUGIN_DEVICES=([^\0]+)", _read(process / "environ"))
+        given = frozenset(named[1].split(",") if named else ())
+        mounted = re.search(rf" \S*{LOCKS}(/\S+) /dev/shm ", _read(process / "mountinfo"))
+        locks = mounted[1] if mounted else ""
+
+        for ordinal in found:
+            yield Opener(pid, int(numbers[1]), pod, ordinal, given, locks)
 
 
 def _read(path: Path) -> str:
@@ -138,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _meetings(given: Iterable[Opener]) -> set[tuple[int, str, str]]:
-    """Return which two pods have a node open that they do not share."""
+    """Return which two pods have a device file open that they do not share."""
     found = set()
     for one, other in itertools.combinations(given, 2):
         fellows = one.locks != "" and one.locks == other.locks

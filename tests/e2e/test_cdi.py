@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import JSON, VERSIONS, Machine
-from tests.e2e.node import CDI_DIRECTORY, FORBIDDEN, N300, OPENABLE, RUNNING, Node, Program
-from tests.e2e.readers import Alone, Podman, containerd_of, device_numbers, judge
+from tests.e2e.builds import VERSIONS
+from tests.e2e.containerd import containerd_of
+from tests.e2e.daemon import CDI_DIRECTORY, FORBIDDEN, OPENABLE, Site
+from tests.e2e.images import busybox_archive
+from tests.e2e.node import N300, Node, NodePod
+from tests.e2e.pods import IMAGE
+from tests.e2e.readers import judge
+from tests.e2e.steps import JSON
 from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import wait_until
 
@@ -19,34 +25,19 @@ FILE = f"{CDI_DIRECTORY}/tenstorrent.com-device.json"
 PAGES = ("/dev/hugepages", "/dev/hugepages-1G")
 
 
-def described(file: Path) -> dict[str, str]:
-    """Return what a file describes: by name the host's path of its (first) device file."""
-    if not file.exists():  # there is no chip
-        return {}
-    devices = json.loads(file.read_text())["devices"]
-    return {
-        device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices
-    }
+class CdiHost(Site):
+    """A host of podman's, without a kubelet."""
 
+    def start(self) -> None:
+        super().start()
+        archive = self.machine.scratch / "podman.tar"
+        archive.write_bytes(busybox_archive())
+        loaded = self.podman("load", "--input", str(archive))
+        assert loaded.returncode == 0, loaded.stderr
 
-def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
-    """Renumber two chips, and wait until the file has that; while both are away there is none."""
-    paths = described(file)
-    cards.swap_ordinals(one, other)
-    expected = paths | {one: paths[other], other: paths[one]}
-    wait_until(lambda: described(file) == expected, "the file to follow", 10)
-
-
-class CdiHost(Alone):
-    """With an n300, a p300c (two chips) and hugepages."""
-
-    def __init__(self, machine: Machine, program: Program, podman: Podman) -> None:
-        super().__init__(machine, program)
-        self.podman = podman
-        self.file = machine.path(FILE)
-        self.cards.add("n300")
-        self.cards.add("p300c")
-        self.cards.set_hugepages(4)
+    @property
+    def file(self) -> Path:
+        return self.machine.path(FILE)
 
     def judged(self, *devices: str) -> JSON:
         """Return what a container with these devices gets, by the specification's library."""
@@ -54,37 +45,45 @@ class CdiHost(Alone):
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
+    def podman(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        command = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=none", *argv]
+        return self.machine.run(*command)
+
+    def run(self, device: str, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run a shell script in a container of podman's with this device."""
+        argv = ["run", "--rm", "--network=none", f"--cgroup-parent={self.machine.cgroup}"]
+        argv += [f"--device={DEVICE}={device}", *options, "--entrypoint=/bin/sh", IMAGE]
+        return self.podman(*argv, "-c", script)
+
+    def numbers(self, chips: Iterable[Chip]) -> dict[str, tuple[int, int]]:
+        """Return what a container has to have of these chips: numbers by path, both the host's."""
+        return {f"/dev/tenstorrent/{chip.ordinal}": self.host_number(chip.bdf) for chip in chips}
+
     def seen(self, device: str) -> dict[str, tuple[int, int]]:
         """Return the device files in a container of podman's, each of which can be opened."""
-        done = self.podman.run(f"{DEVICE}={device}", SHOW)
+        done = self.run(device, SHOW)
         assert done.returncode == 0 and not done.stderr, done.stderr
         lines = [line.split() for line in done.stdout.splitlines()]
         return {path: (int(major), int(minor)) for path, major, minor in lines}
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[tuple[Machine, Podman]]:
-    with Machine() as machine:
-        yield machine, Podman(machine)
+def cdi_host(tools: None) -> Iterator[CdiHost]:
+    with CdiHost() as host:
+        yield host
 
 
 @pytest.fixture
-def host(machine: tuple[Machine, Podman], program: Program) -> Iterator[CdiHost]:
-    where, podman = machine
-    with CdiHost(where, program, podman) as host:
-        host.start()
+def host(cdi_host: CdiHost) -> Iterator[CdiHost]:
+    """A host with an n300, a p300c (two chips), hugepages, and the daemon's file."""
+    with cdi_host.for_one_test() as host:
+        host.file.unlink(missing_ok=True)
+        host.cards.add("n300")
+        host.cards.add("p300c")
+        host.cards.set_hugepages(4)
+        host.start_daemon()
         wait_until(host.file.exists, "the file")
         yield host
-    host.file.unlink()
-
-
-def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
-    """Return what a container has to have of these chips: numbers by path, both the host's."""
-    found = {}
-    for chip in chips:
-        major, minor = chip.attribute("dev").read_text().split(":")
-        found[f"/dev/tenstorrent/{chip.ordinal}"] = (int(major), int(minor))
-    return found
 
 
 # -- The specification's own library ---------------------------------------------------------------
@@ -92,14 +91,18 @@ def numbers(chips: list[Chip]) -> dict[str, tuple[int, int]]:
 
 def test_the_file_is_valid(host: CdiHost) -> None:
     """The specification's library and schema accept it: each chip, and all, with their mounts."""
-    names = [chip.bdf for chip in host.cards.chips]
-    assert host.judged()["devices"] == [f"{DEVICE}={name}" for name in sorted([*names, "all"])]
-    for name, chips in {**{c.bdf: [c] for c in host.cards.chips}, "all": host.cards.chips}.items():
+    chips_by_name = {chip.bdf: [chip] for chip in host.cards.chips} | {"all": host.cards.chips}
+    assert host.judged()["devices"] == [f"{DEVICE}={name}" for name in sorted(chips_by_name)]
+
+    for name, chips in chips_by_name.items():
         container = host.judged(name)["container"]
-        assert device_numbers(container) == numbers(chips)
-        allowed = container["linux"]["resources"]["devices"]
-        found = {(rule["major"], rule["minor"], rule["access"]) for rule in allowed}
-        assert found == {(*number, "rw") for number in numbers(chips).values()}
+        devices = container["linux"]["devices"]
+        found = {each["path"]: (each["major"], each["minor"]) for each in devices}
+        assert found == host.numbers(chips)
+
+        rules = container["linux"]["resources"]["devices"]
+        allowed = {(rule["major"], rule["minor"], rule["access"]) for rule in rules}
+        assert allowed == {(*number, "rw") for number in host.numbers(chips).values()}
         assert {mount["destination"] for mount in container["mounts"]} == {*PAGES}
 
 
@@ -119,15 +122,16 @@ MAKE = """
 def test_podman_gives_chips(host: CdiHost) -> None:
     """A container can open the named chip and no other, not even one that it creates, or all."""
     for chip in host.cards.chips[:2]:
-        own = numbers([chip])
+        own = host.numbers([chip])
         assert host.seen(chip.bdf) == own
         for number in OPENABLE:
-            done = host.podman.run(f"{DEVICE}={chip.bdf}", MAKE % number, "--cap-add=MKNOD")
+            done = host.run(chip.bdf, MAKE % number, "--cap-add=MKNOD")
             expected = "opened" if number in own.values() else FORBIDDEN
             assert done.stdout.strip().rpartition(": ")[2] == expected
-    assert host.seen("all") == numbers(host.cards.chips)
+    assert host.seen("all") == host.numbers(host.cards.chips)
+
     touch = " ".join(["busybox touch", *(f"{path}/written" for path in PAGES)])
-    done = host.podman.run(f"{DEVICE}={host.cards.chips[0].bdf}", touch)
+    done = host.run(host.cards.chips[0].bdf, touch)
     assert done.returncode == 0, done.stderr
     assert all((host.cards.root / path[1:] / "written").exists() for path in PAGES)
 
@@ -135,43 +139,63 @@ def test_podman_gives_chips(host: CdiHost) -> None:
 # -- A kubelet, with a containerd that knows CDI ---------------------------------------------------
 
 
-def test_pods_by_cdi(program: Program) -> None:
+@pytest.mark.usefixtures("tools")
+def test_pods_by_cdi() -> None:
     """Each container has its own chip, also after a reboot that renumbers, and after a crash.
 
     The kubelet is the oldest one; test_cgroup2.py has the newest.
     """
     trixie = containerd_of("trixie")
-    with Node(VERSIONS[0], program, static_pods=False, containerd=trixie) as node:
+    with Node(VERSIONS[0], static_pods=False, programs=trixie) as node:
         bdfs = [chip.bdf for _ in range(3) for chip in node.cards.add("n300")]
         node.cards.set_hugepages(4)
-        node.start_daemon(interval=0.2, config='device_list_strategy = "cdi"')
-        names = [node.started({N300: 1}) for _ in bdfs]
-        held = {name: node.devices(N300, name) for name in names}
-        assert_own_chips(node, held)
-        for name in names:
-            assert node.inside(name, "sh", "-c", f": > {PAGES[1]}/written").returncode == 0
-            mounts = node.inside(name, "cat", "/proc/mounts").stdout.splitlines()
+        node.start_daemon('device_list_strategy = "cdi"', interval=0.2)
+        pods = [node.started({N300: 1}) for _ in bdfs]
+        held = {pod: pod.devices(N300) for pod in pods}
+
+        assert_own_chips(held)
+        for pod in pods:
+            assert pod.run("sh", "-c", f": > {PAGES[1]}/written").returncode == 0
+            mounts = pod.run("cat", "/proc/mounts").stdout.splitlines()
             mounted = [line.split()[1] for line in mounts]
             assert [mounted.count(path) for path in PAGES] == [1, 1]
 
         node.reboot(while_off=lambda: node.cards.swap_ordinals(*bdfs[:2]))
-        assert [node.outcome(name) for name in names] == [RUNNING] * 3
-        assert_own_chips(node, held)
+        for pod in pods:
+            pod.wait_running()
+        assert_own_chips(held)
 
         swap(node.cards, node.machine.path(FILE), *bdfs[1:])
-        node.crash_containers(names)
-        assert_own_chips(node, held)
+        for pod in pods:
+            pod.kill()
+        for pod in pods:
+            pod.wait_running()
+        assert_own_chips(held)
 
 
-def assert_own_chips(node: Node, held: dict[str, set[str]]) -> None:
-    """Check that each pod's container has its chip's device file, can open it, and has no other."""
-    for name, bdfs in held.items():
-        (bdf,) = node.devices(N300, name)
-        path = f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}"
-        assert bdfs == {bdf} and node.device_files(name) == {path}
-        assert node.number_inside(name, path) == node.host_number(bdf)
-        assert node.open_inside(name, path) == "opened"
-        assert node.environment(name)["TT_VISIBLE_DEVICES"] == bdf
-        for number in OPENABLE:
-            expected = "opened" if number == node.host_number(bdf) else FORBIDDEN
-            assert node.make_and_open_inside(name, number) == expected
+def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
+    """Renumber two chips, and wait until the file has that; while both are away there is none."""
+    paths = described(file)
+    cards.swap_ordinals(one, other)
+    expected = paths | {one: paths[other], other: paths[one]}
+    wait_until(lambda: described(file) == expected, "the file to follow")
+
+
+def described(file: Path) -> dict[str, str]:
+    """Return what a file describes: by name the host's path of its (first) device file."""
+    if not file.exists():  # there is no chip
+        return {}
+    devices = json.loads(file.read_text())["devices"]
+    return {
+        device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices
+    }
+
+
+def assert_own_chips(held: Mapping[NodePod, set[str]]) -> None:
+    """Check that each pod's container has the chip that it had at first, and no other."""
+    for pod, bdfs in held.items():
+        (bdf,) = pod.devices(N300)
+        assert bdfs == {bdf}
+        assert pod.environment()["TT_VISIBLE_DEVICES"] == bdf
+        pod.assert_has_only(bdf)
+        pod.assert_can_make_only(bdf)

@@ -42,7 +42,7 @@ HOURS = 3
 EXCLUDED = "0000:09:00.0"
 
 
-# -- A node at work --------------------------------------------------------------------------------
+# --- A node at work -------------------------------------------------------------------------------
 
 
 async def metrics_of_a_node(home: Path) -> str:
@@ -53,17 +53,20 @@ async def metrics_of_a_node(home: Path) -> str:
     node = SimulatedNode(home / "node")
     for card in ("n150", "n150", "p150a", "p150a", "p300c"):
         node.add(card)
-    dead, narrow = node.chips[1], node.chips[2]
     (excluded,) = node.add("p100a", bdf=EXCLUDED)
-    narrow.write("current_link_width", b"4\n")
     excluded.write("current_link_width", b"8\n")
+
+    dead, narrow = node.chips[1], node.chips[2]
+    narrow.write("current_link_width", b"4\n")
     narrow.write("tt_therm_trip_count", b"1\n")
     directory = narrow.attribute("max_link_width").parent
     for severity, kind in (("correctable", "COR"), ("nonfatal", "NONFATAL"), ("fatal", "FATAL")):
         put(directory / f"aer_dev_{severity}", f"RxErr 5\nTOTAL_ERR_{kind} 5")
+
     settings = settings_of(node, home / "dp", interval=0.1, exclude=(excluded.bdf,))
     file = Path(settings.metrics_file)
     file.parent.mkdir()
+
     with Ticker(node, 0.05):
         async with Kubelet(home / "dp") as kubelet, RunningDaemon(node, settings):
             for resource in (N150, P150):
@@ -75,7 +78,7 @@ async def metrics_of_a_node(home: Path) -> str:
                 text = file.read_text() if file.exists() else ""
                 return all(each in text for each in ("no_response", '"train"', "tt_device_open"))
 
-            await until(is_complete, "the metrics of a pod and a fault", 60)
+            await until(is_complete, "the metrics of a pod and a fault")
             return file.read_text()
 
 
@@ -85,7 +88,7 @@ def metrics() -> str:
         return asyncio.run(metrics_of_a_node(Path(home)))
 
 
-# -- A real Prometheus -----------------------------------------------------------------------------
+# --- A real Prometheus ----------------------------------------------------------------------------
 
 
 class Prometheus(NamedTuple):
@@ -118,15 +121,17 @@ class Prometheus(NamedTuple):
 def serving(home: Path, config: object, end: float) -> Iterator[Prometheus]:
     """Run Prometheus with this configuration on the data below `home`."""
     (home / "prometheus.yml").write_text(json.dumps(config))
+    # A free port: with port 0 it would not tell which one it has.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = [f"--storage.tsdb.path={home}/data", "--storage.tsdb.retention.time=10y"]
-    command = ["prometheus", f"--config.file={home}/prometheus.yml", *flags]
+    command = ["prometheus", f"--config.file={home}/prometheus.yml"]
+    command += [f"--storage.tsdb.path={home}/data", "--storage.tsdb.retention.time=10y"]
     command.append(f"--web.listen-address={address}")
+
     with (home / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             server = Prometheus(f"http://{address}/api/v1", end)
-            wait_until(server.is_ready, "Prometheus to be ready", 60)
+            wait_until(server.is_ready, "Prometheus to be ready")
             yield server
         finally:
             process.terminate()
@@ -140,6 +145,7 @@ def history(metrics: str, end: int) -> Iterator[str]:
         name, _, labels = series.rstrip("}").partition("{")
         target = f'cluster="{cluster}",job="node",instance="{node}:9100",pod="exporter-{node}"'
         all_labels = ",".join(filter(None, [labels, target]))
+
         for minute in range(HOURS * 60):
             at = end - HOURS * 3600 + 60 * minute
             rise = minute * float(value) if name.endswith("_total") else 0
@@ -154,27 +160,30 @@ def prometheus(metrics: str) -> Iterator[Prometheus]:
     with tempfile.TemporaryDirectory(prefix="tt-") as directory:
         home = Path(directory)
         (home / "history").write_text("\n".join(history(metrics, end)))
+
         command = ("tsdb", "create-blocks-from", "openmetrics", "history", "data")
         done = subprocess.run(["promtool", *command], cwd=home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
         with serving(home, {"rule_files": [str(RULES)]}, end - 60) as server:
             yield server
 
 
-# -- The dashboard ---------------------------------------------------------------------------------
+# --- The dashboard --------------------------------------------------------------------------------
 
 
 def test_the_dashboard_can_be_imported() -> None:
     """All panels use the variables; no ID and no place is used twice."""
     variables = [each["name"] for each in BOARD["templating"]["list"]]
     assert variables == ["datasource", "cluster", "instance"]
+
     assert "id" not in BOARD and BOARD["uid"]
     assert {panel["datasource"]["uid"] for panel in PANELS.values()} == {"${datasource}"}
     assert all('{cluster=~"$cluster",instance=~"$instance"' in each for each in QUERIES.values())
+
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(ids) == len(set(ids)) and len(QUERIES) == len(PANELS)
-    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Health", "Power and temperature", "Pods", "PCIe"]
+
     cells = [
         (x, y)
         for place in (panel["gridPos"] for panel in BOARD["panels"])
@@ -230,12 +239,13 @@ def test_no_panel_shows_a_chip_that_is_excluded(prometheus: Prometheus) -> None:
     has = {sample["metric"]["__name__"] for sample in prometheus.query(f'{{device="{EXCLUDED}"}}')}
     assert {"tt_device_info", "tt_device_temperature_celsius"} <= has
     assert not {"tt_device_healthy", "tt_device_fault"} & has
+
     for title in QUERIES:
         shown = json.dumps(prometheus.query(expression(title)))
         assert EXCLUDED not in shown and "p100" not in shown, title
 
 
-# -- The examples ----------------------------------------------------------------------------------
+# --- The examples ---------------------------------------------------------------------------------
 
 
 def test_no_label_is_renamed(metrics: str, tmp_path: Path) -> None:
@@ -244,6 +254,7 @@ def test_no_label_is_renamed(metrics: str, tmp_path: Path) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as exporter:
         threading.Thread(target=exporter.serve_forever, daemon=True).start()
+
         labels = {"namespace": "monitoring", "pod": "exporter-x", "container": "exporter"}
         target = {"targets": [f"127.0.0.1:{exporter.server_address[1]}"], "labels": labels}
         jobs = [
@@ -251,12 +262,14 @@ def test_no_label_is_renamed(metrics: str, tmp_path: Path) -> None:
             for honors in (True, False)
         ]
         config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+
         with serving(tmp_path, config, time.time() + 3600) as server:
             query = 'group by (job, pod, pod_name) (last_over_time({__name__=~"tt_.+"}[2h]))'
-            wait_until(lambda: len(server.query(query)) == 4, "both jobs to have scraped", 60)
+            wait_until(lambda: len(server.query(query)) == 4, "both jobs to have scraped")
             found = [sample["metric"] for sample in server.query(query)]
             names = server.get("labels")
         exporter.shutdown()
+
     assert {each["pod"] for each in found} == {"exporter-x"}
     assert {each.get("pod_name") for each in found} == {None, "train"}
     assert not [name for name in names if name.startswith("exported_")]
@@ -265,6 +278,7 @@ def test_no_label_is_renamed(metrics: str, tmp_path: Path) -> None:
 def test_the_service_monitor_finds_the_port(tmp_path: Path) -> None:
     """Prometheus scrapes the plugin's port on the nodes that have its label."""
     monitor = yaml.safe_load((DEB / "tt-device-plugin.servicemonitor.yml").read_text())
+    # A ServiceMonitor's keys are those of prometheus.yml, in another spelling.
     steps = [
         {re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", key): step[key] for key in step}
         for step in monitor["spec"]["endpoints"][0]["relabelings"]
@@ -273,9 +287,11 @@ def test_the_service_monitor_finds_the_port(tmp_path: Path) -> None:
     nodes = [{"targets": ["127.0.0.1:10250"], "labels": {label: "true"}}]
     nodes.append({"targets": ["127.0.0.2:10250"], "labels": {}})
     job = {"job_name": "kubelet", "relabel_configs": steps, "static_configs": nodes}
+
     with serving(tmp_path, {"scrape_configs": [job]}, 0) as server:
-        wait_until(lambda: server.get("targets")["activeTargets"], "the target", 60)
+        wait_until(lambda: server.get("targets")["activeTargets"], "the target")
         (target,) = server.get("targets")["activeTargets"]
+
     unit = (ROOT / "packaging/systemd/tt-device-plugin-metrics.socket").read_text()
     port = re.findall(r"(?m)^ListenStream=(\d+)$", unit)[-1]
     assert target["scrapeUrl"] == f"http://127.0.0.1:{port}/metrics"
@@ -283,22 +299,32 @@ def test_the_service_monitor_finds_the_port(tmp_path: Path) -> None:
     assert f'"node-3:{port}"' in (DEB / "tt-device-plugin.prometheus.yml").read_text()
 
 
-def test_the_examples_fit_the_program(metrics: str) -> None:
-    """Directory, names of metrics, and the command that makes a PrometheusRule."""
-    example = DEB / "tt-device-plugin.prometheus.yml"
-    assert promtool("check", "config", str(example)).returncode == 0
-    values = (DEB / "tt-device-plugin.node-exporter.yml").read_text()
+def test_the_metrics_are_those_that_the_examples_use(metrics: str) -> None:
+    """promtool finds no fault with them, and every one in rules and dashboard is written."""
+    done = promtool("check", "metrics", text=metrics)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    written = set(re.findall(r"(?m)^# TYPE (\S+)", metrics))
+    uses = RULES.read_text() + IDLE.read_text() + json.dumps(QUERIES)
+    assert set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", uses)) <= written
+
+
+def test_node_exporters_values_have_the_daemons_directory() -> None:
+    """Those of its chart, in which the host's root is mounted at /host/root."""
     directory = Path(ttdp.Settings().metrics_file).parent
+    values = (DEB / "tt-device-plugin.node-exporter.yml").read_text()
+
     (argument,) = yaml.safe_load(values)["prometheus-node-exporter"]["extraArgs"]
     assert argument == f"--collector.textfile.directory=/host/root{directory}"
     assert f"install -d {directory} " in values
-    done = promtool("check", "metrics", text=metrics)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_rules_have_a_command_that_makes_a_prometheus_rule() -> None:
+    """It is a comment in the file. The example configuration, which loads the file, is valid."""
     text = RULES.read_text()
-    written = set(re.findall(r"(?m)^# TYPE (\S+)", metrics))
-    uses = text + IDLE.read_text() + json.dumps(QUERIES)
-    named = set(re.findall(r"(?<![\w:])tt_[a-z]+_[a-z_]+\b(?!:)", uses))
-    assert named <= written
     command = re.sub("(?m)^#", "", text[text.index("#   (echo") : text.index("| kubectl")])
-    rule = subprocess.run(["sh", "-c", command], cwd=DEB, capture_output=True, check=True).stdout
-    assert yaml.safe_load(rule)["spec"] == yaml.safe_load(text)
+    made = subprocess.run(["sh", "-c", command], cwd=DEB, capture_output=True, check=True).stdout
+    assert yaml.safe_load(made)["spec"] == yaml.safe_load(text)
+
+    example = DEB / "tt-device-plugin.prometheus.yml"
+    assert promtool("check", "config", str(example)).returncode == 0

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Callable, Iterator
-from functools import partial
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.machine import CACHE, JSON, VERSIONS
-from tests.e2e.node import Program
-from tests.e2e.ward import HOLD, LONG, P300, Pod, Ward
+from tests.e2e.builds import CACHE, VERSIONS
+from tests.e2e.node import NodePod
+from tests.e2e.ward import HOLD, ONE, Ward, holding
+from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
 PAGES = 16
-RETURN = 60.0  # seconds after which pages of a pod that has ended are free
 INSIDE = "/dev/hugepages"
 # Tells which files there are, maps a page of one, and opens the devices.
 PAGE = f"""
@@ -28,54 +29,45 @@ for file in $(ls -A {INSIDE}); do echo "file $file"; done
 like_umd page {INSIDE}/tenstorrent &
 {HOLD}
 """
+FIRST_PAGE = ["clean page", "page is mapped"]  # what that writes if there are no files
 
 
 class Pages(Ward):
-    """A node with two chips and a hugetlbfs, and pods that map a page of it."""
+    """A node with two cards and a hugetlbfs, and pods that map a page of it."""
 
-    def create_page(self, *, user: int | None = None, stubborn: bool = False) -> Pod:
-        """Create a pod whose container maps a page, as this user."""
-        return self.create(P300, stubborn=stubborn, script=PAGE, change=_as_user(user))
+    def create(self, *_: Any, **others: Any) -> NodePod:
+        """Create a pod whose container maps a page; others: of holding()."""
+        return self.add(holding(ONE, script=PAGE, **others))
 
-    def wait_page(self, holder: Pod) -> list[str]:
-        """Wait until a pod has a page; return all that it has written about files and pages."""
-        wait_until(partial(self.kubelet.running, holder.name), partial(self.why, holder), LONG)
+    def power_on(self) -> None:
+        super().power_on()
+        if self._cards is not None:
+            self._mount(self._cards)
 
-        def written() -> list[str] | None:
-            log = self.kubelet.logs(holder.name).splitlines()
-            lines = [line.split(" ", 3)[3] for line in log]
-            return lines if lines and lines[-1] == "page is mapped" else None
+    def prepare(self, cards: SimulatedNode) -> None:
+        super().prepare(cards)
+        self._mount(cards)
 
-        why = partial(self.why, holder)
-        return wait_until(written, lambda: f"{self.kubelet.logs(holder.name)}\n{why()}", LONG)
+    def _mount(self, cards: SimulatedNode) -> None:
+        """Mount a hugetlbfs; what was mounted for other tests stays until the machine's end."""
+        place = cards.root / INSIDE[1:]
+        place.mkdir(parents=True, exist_ok=True)
+        options = f"pagesize=2M,size={2 * PAGES}M"
+        self.machine.mount("-t", "hugetlbfs", "-o", options, "none", str(place))
 
-    def directories(self) -> list[Path]:
-        """Return the daemon's directories, of which each container has one."""
-        return sorted(self.hugetlbfs("tt-device-plugin").iterdir())
+    def hugetlbfs(self, *path: str) -> Path:
+        """Return where a file in the machine's hugetlbfs is for the tests."""
+        return self.machine.root.joinpath(str(self.cards.root)[1:], INSIDE[1:], *path)
 
-    def wait_directories(self, count: int) -> None:
-        """Wait until those of former pods are gone: their answers are current for 30 s."""
-        wait_until(
-            lambda: len(self.directories()) == count,
-            lambda: f"{count} directories, not {self.directories()}",
-            LONG,
-        )
-
-    def wait_free(self, count: int) -> None:
-        """Wait until this many pages are free: those of a pod that has ended return."""
-        wait_until(
-            lambda: self.free_hugepages() == count,
-            lambda: f"{count} free pages, not {self.free_hugepages()}",
-            RETURN,
-        )
+    def free(self) -> int:
+        """Return how many pages no file has."""
+        return os.statvfs(self.hugetlbfs()).f_bfree
 
 
-def _as_user(user: int | None) -> Callable[[JSON], None]:
-    def change(spec: JSON) -> None:
-        if user is not None:
-            spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
-
-    return change
+def wait_pages(pod: NodePod, starts: int = 1) -> list[str]:
+    """Wait until a pod has mapped a page at each of its starts; return all that it has written."""
+    wait_until(lambda: pod.output().count("page is mapped") == starts, pod.why)
+    return pod.output()
 
 
 @contextlib.contextmanager
@@ -97,69 +89,55 @@ def reserved(count: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pages_ward(program: Program) -> Iterator[Pages]:
+def pages_ward(tools: None) -> Iterator[Pages]:
     """A node with the oldest kubelet; test_cgroup2.py has the newest."""
     # Before the kubelet starts: it counts them only then.
-    with reserved(PAGES), Pages(VERSIONS[0], program) as found:
-        yield found
+    with reserved(PAGES), Pages(VERSIONS[0]) as running:
+        yield running
 
 
 @pytest.fixture
 def ward(pages_ward: Pages) -> Iterator[Pages]:
-    pages_ward.wait_clear()
-    pages_ward.cards.add("p300c")
-    pages_ward.set_hugepages(PAGES)
-    pages_ward.serve()
-    yield pages_ward
-    try:
-        pages_ward.assert_apart()
-    finally:
-        pages_ward.clear()
+    with pages_ward.for_one_test() as ward:
+        ward.serve()
+        yield ward
 
 
 def test_a_killed_pods_page_returns_to_the_node(ward: Pages) -> None:
     """Within a minute of its end, without a successor; the pod was killed with the page mapped."""
-    holder = ward.create_page(stubborn=True)
-    assert ward.wait_page(holder) == ["clean page", "page is mapped"]
-    assert ward.free_hugepages() == PAGES - 1
-    ward.force_delete(holder)
-    ward.wait_ended(holder)
-    ward.wait_free(PAGES)
+    pod = ward.create(stubborn=True)
+    assert wait_pages(pod) == FIRST_PAGE
+    assert ward.free() == PAGES - 1
+
+    pod.force_delete()
+    pod.wait_ended()
+
+    wait_until(lambda: ward.free() == PAGES, lambda: f"{PAGES} free pages, not {ward.free()}")
 
 
 def test_a_killed_pods_successor_finds_no_page(ward: Pages) -> None:
     """Its container starts after the former pod's last process, with an empty directory."""
-    other = ward.started(P300)
-    former = ward.create_page(stubborn=True)
-    ward.wait_page(former)
-    ward.force_delete(former)
-    successor = ward.create_page()
-    assert ward.wait_page(successor) == ["clean page", "page is mapped"]
-    assert ward.free_hugepages() == PAGES - 1
-    assert ward.opened(other)
+    others = [ward.add(holding(ONE)) for _ in range(3)]
+    ward.wait_holds(*others)
+    former = ward.create(stubborn=True)
+    wait_pages(former)
+
+    former.force_delete()
+    successor = ward.create()
+
+    assert wait_pages(successor) == FIRST_PAGE
+    assert ward.free() == PAGES - 1
+    assert all(map(ward.opened, others))
 
 
 def test_a_reboot(ward: Pages) -> None:
     """The directory is there again when the container starts, and empty."""
-    holder = ward.create_page(user=1000)
-    ward.wait_page(holder)
-    ward.wait_directories(1)
+    pod = ward.create(user=1000)
+    assert wait_pages(pod) == FIRST_PAGE
+
     ward.reboot()
-    ward.wait_holds(holder)
-    assert ward.wait_page(holder)[2:] == ["clean page", "page is mapped"]
 
-
-def _with_volume(volume: JSON) -> Callable[[JSON], None]:
-    def change(spec: JSON) -> None:
-        spec["volumes"] = [{"name": "pages", **volume}]
-        (main,) = spec["containers"]
-        main["volumeMounts"] = [{"name": "pages", "mountPath": INSIDE}]
-        if "emptyDir" in volume:
-            more = {"hugepages-2Mi": "4Mi", "memory": "64Mi"}
-            main["resources"]["limits"] |= more
-            main["resources"]["requests"] |= more
-
-    return change
+    assert wait_pages(pod, starts=2) == [*FIRST_PAGE, *FIRST_PAGE]
 
 
 @pytest.mark.parametrize("kind", ["emptyDir", "hostPath"])
@@ -168,9 +146,19 @@ def test_a_pods_own_volume_wins(ward: Pages, kind: str) -> None:
     ward.hugetlbfs("of-the-pod").mkdir()
     host = f"{ward.cards.root}/dev/hugepages/of-the-pod"
     volume = {"emptyDir": {"medium": "HugePages"}, "hostPath": {"path": host}}[kind]
-    holder = ward.create(P300, script=PAGE, change=_with_volume({kind: volume}))
-    assert ward.wait_page(holder) == ["clean page", "page is mapped"]
-    ward.wait_directories(1)
-    assert [*ward.directories()[0].iterdir()] == []
+
+    manifest = holding(ONE, script=PAGE)
+    manifest["spec"]["volumes"] = [{"name": "pages", kind: volume}]
+    (main,) = manifest["spec"]["containers"]
+    main["volumeMounts"] = [{"name": "pages", "mountPath": INSIDE}]
+    if kind == "emptyDir":
+        for wanted in main["resources"].values():
+            wanted |= {"hugepages-2Mi": "4Mi", "memory": "64Mi"}
+
+    pod = ward.add(manifest)
+
+    assert wait_pages(pod) == FIRST_PAGE
+    (directory,) = ward.hugetlbfs("tt-device-plugin").iterdir()
+    assert [*directory.iterdir()] == []
     theirs = [each.name for each in ward.hugetlbfs("of-the-pod").iterdir()]
     assert theirs == ([] if kind == "emptyDir" else ["tenstorrent"])

@@ -7,45 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import Machine
-from tests.e2e.node import Program
-from tests.e2e.readers import Alone, judge, labels_by_nfd
+from tests.e2e.daemon import Site
+from tests.e2e.readers import judge, labels_by_nfd
 from tests.world.processes import wait_until
 
 DOMAIN = "tenstorrent.com"
 DIRECTORY = "/run/features.d"
 
 
-class LabelsHost(Alone):
-    """With the directory of feature files; the cards are the test's, which starts the daemon."""
-
-    @property
-    def directory(self) -> Path:
-        return self.machine.path(DIRECTORY)
-
-    def start(self, config: str = "") -> None:
-        """Start the daemon, and wait for its file."""
-        super().start(f'labels_dir = "{DIRECTORY}"\n{config}')
-        wait_until((self.directory / "tt-device-plugin").exists, "the feature file")
-
-    def labels(self) -> dict[str, str]:
-        """Return the labels that nfd-worker makes of the file."""
-        return labels_by_nfd(self.directory, "-label-sources=local")
-
-
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        machine.path(DIRECTORY).mkdir()
-        yield machine
+def running_site(tools: None) -> Iterator[Site]:
+    with Site() as site:
+        site.machine.path(DIRECTORY).mkdir()
+        yield site
 
 
 @pytest.fixture
-def host(machine: Machine, program: Program) -> Iterator[LabelsHost]:
-    for file in machine.path(DIRECTORY).iterdir():
-        file.unlink()
-    with LabelsHost(machine, program) as host:
-        yield host
+def host(running_site: Site) -> Iterator[Site]:
+    """A host with an empty directory of feature files."""
+    with running_site.for_one_test() as site:
+        for file in site.machine.path(DIRECTORY).iterdir():
+            file.unlink()
+        yield site
 
 
 def judged(labels: dict[str, str]) -> str:
@@ -64,20 +47,27 @@ rename = "%s"
 
 
 @pytest.mark.parametrize("name", ["n300-half", "n" * 63])
-def test_labels_of_a_node_are_valid(host: LabelsHost, name: str) -> None:
+def test_labels_of_a_node_are_valid(host: Site, name: str) -> None:
     """nfd-worker, as installed, makes a label of each line; all are valid and of our domain."""
+    directory = host.machine.path(DIRECTORY)
     for card in ("n300", "n300", "p300c"):
         host.cards.add(card)
-    host.start(SHARED % name)
-    labels = host.labels()
+    host.start_daemon(f'labels_dir = "{DIRECTORY}"\n{SHARED % name}')
+    wait_until((directory / "tt-device-plugin").exists, "the feature file")
+
+    labels = labels_by_nfd(directory, "-label-sources=local")
     assert {f"{DOMAIN}/arch.wormhole", f"{DOMAIN}/arch.blackhole"} <= labels.keys()
     assert labels[f"{DOMAIN}/p300.count"] == "2" and len(labels) > 15
     assert judged(labels) == ""
-    lines = (host.directory / "tt-device-plugin").read_text().splitlines()
+
+    lines = (directory / "tt-device-plugin").read_text().splitlines()
     assert [line for line in lines if line[0] != "#"] == [*map("=".join, labels.items())]
-    found = labels_by_nfd(host.directory)
+
+    # Beside the labels of its other sources.
+    found = labels_by_nfd(directory)
     assert {key: value for key, value in found.items() if key.startswith(f"{DOMAIN}/")} == labels
-    shown = [file.name for file in host.directory.iterdir() if not file.name.startswith(".")]
+
+    shown = [file.name for file in directory.iterdir() if not file.name.startswith(".")]
     assert shown == ["tt-device-plugin"]
 
 

@@ -8,30 +8,29 @@ by one that shows what the container got.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.machine import IMAGE, VERSIONS
-from tests.e2e.node import Node, Program
+from tests.e2e.builds import VERSIONS
+from tests.e2e.node import Node
+from tests.e2e.pods import IMAGE
 from tests.e2e.readers import kustomized
+from tests.e2e.steps import JSON
 from tests.test_texts import fenced
 from tests.world.processes import ROOT, wait_until
 
 DEB = ROOT / "packaging/deb"
 PODS = DEB / "pods"
-PAGES = "hugepages-1048576kB"
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 BOARDS = 'unit = "board"\n'
-LOOK = ["sh", "-c", "ls /dev/tenstorrent/*; env | grep ^TT_ | sort"]
 SHARED = '[[sharing.resources]]\nname = "n300"\nreplicas = 4\n'
+LOOK = ["sh", "-c", "ls /dev/tenstorrent/*; env | grep ^TT_ | sort"]
 
 
 @dataclass(frozen=True)
@@ -59,82 +58,78 @@ EXAMPLES = {
 }
 
 
-def manifest(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((PODS / f"{name}.yaml").read_text())
-    return document
+def manifest(name: str) -> JSON:
+    return dict(yaml.safe_load((PODS / f"{name}.yaml").read_text()))
 
 
-@pytest.fixture(scope="module")
-def node(program: Program) -> Iterator[Node]:
+class LargeNode(Node):
     """A node whose kubelet finds memory and pages of 1 GiB; only the kubelet counts them."""
-    with Node(VERSIONS[-1], program) as node:
-        node.kubelet.stop()
-        pages = node.machine.scratch / "hugepages"
-        for name, count in ((PAGES, 64), ("hugepages-2048kB", 0)):
+
+    def power_on(self) -> None:
+        super().power_on()
+        pages = self.machine.scratch / "hugepages"
+        for name, count in (("hugepages-1048576kB", 64), ("hugepages-2048kB", 0)):
             (pages / name).mkdir(parents=True)
             for file in ("nr_hugepages", "free_hugepages"):
                 (pages / name / file).write_text(f"{count}\n")
-        memory = node.machine.scratch / "meminfo"
+        self.machine.mount("--bind", str(pages), "/sys/kernel/mm/hugepages")
+
+        memory = self.machine.scratch / "meminfo"
         text = Path("/proc/meminfo").read_text()
         memory.write_text(re.sub(r"(?m)^MemTotal: .*$", "MemTotal: 536870912 kB", text))
-        mounts = {pages: "/sys/kernel/mm/hugepages", memory: "/proc/meminfo"}
-        for source, target in mounts.items():
-            done = node.machine.run(["mount", "--bind", str(source), target])
-            assert done.returncode == 0, done.stderr
-        node.machine.path("/run/ttdp/shm").mkdir(parents=True)  # the package's mount unit
-        node.kubelet.start()
+        self.machine.mount("--bind", str(memory), "/proc/meminfo")
+
+        self.machine.path("/run/ttdp/shm").mkdir(parents=True)  # the package's mount unit
+
+
+@pytest.fixture(scope="module")
+def large_node(tools: None) -> Iterator[LargeNode]:
+    with LargeNode(VERSIONS[-1]) as node:
         yield node
 
 
 @pytest.fixture
-def empty_node(node: Node) -> Iterator[Node]:
-    node.wait_clear()
-    yield node
-    node.clear()
+def node(large_node: LargeNode) -> Iterator[LargeNode]:
+    with large_node.for_one_test() as node:
+        yield node
 
 
-def printed(node: Node, name: str) -> list[str]:
-    """Wait until a pod has succeeded, and return the lines of its container's log."""
-
-    def status() -> dict[str, Any]:
-        found: dict[str, Any] = (node.find(name) or {}).get("status", {})
-        return found
-
+def serve(node: Node, resource: str, devices: int, config: str = "") -> None:
+    """Start the daemon, and wait until the kubelet has so many devices."""
+    node.start_daemon(config, expected={})
     wait_until(
-        lambda: status().get("phase") in ("Succeeded", "Failed"),
-        lambda: f"the end of {name}: {json.dumps(status())}",
-        60,
+        lambda: len(node.kubelet.allocatable().get(f"tenstorrent.com/{resource}", ())) == devices,
+        f"{devices} × {resource}",
     )
-    assert status()["phase"] == "Succeeded", status()
-    [log] = node.machine.path("/var/log/pods").glob(f"default_{name}*/main/0.log")
-    return [line.split(" ", 3)[3] for line in log.read_text().splitlines()]
+
+
+def printed(node: Node, pod: JSON) -> list[str]:
+    """Run a pod, wait until it has succeeded, and return the lines of its container's log."""
+    created = node.add(pod)
+    created.wait_finished()
+    assert created.status["phase"] == "Succeeded", created.status
+    return created.output()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
+def test_an_example_gets_its_devices(node: Node, name: str) -> None:
     """It is admitted and ends with success; it prints its device files and its variables.
 
     What README's prints is what README shows.
     """
-    node, example = empty_node, EXAMPLES[name]
+    example = EXAMPLES[name]
     node.cards.add(example.card)
-    node.start_daemon(config=example.config, expected={})
-    resource = f"tenstorrent.com/{example.resource}"
-    count = example.devices or len(node.cards.chips)
-    wait_until(
-        lambda: len(node.kubelet.allocatable(resource)) == count, f"{count} × {resource}", 30
-    )
+    serve(node, example.resource, example.devices or len(node.cards.chips), example.config)
 
     pod = manifest(name)
+    pod["metadata"]["namespace"] = "default"
     pod["spec"]["hostNetwork"] = True
     for container in pod["spec"]["containers"]:
         if not container["image"].startswith("busybox:"):
             container["command"] = LOOK
         container["image"] = IMAGE
-    pod["metadata"]["namespace"] = "default"
-    node.adopt(pod)
+    lines = printed(node, pod)
 
-    lines = printed(node, name)
     files = [line for line in lines if line.startswith("/dev/tenstorrent/")]
     variables = dict(line.split("=", 1) for line in lines if line.startswith("TT_"))
     addresses = variables["TT_DEVICE_PLUGIN_DEVICES"].split(",")
@@ -142,12 +137,13 @@ def test_an_example_gets_its_devices(empty_node: Node, name: str) -> None:
     ordinals = {f"/dev/tenstorrent/{node.cards.chip(bdf).ordinal}" for bdf in addresses}
     assert ordinals == {*files}
     assert variables["TT_VISIBLE_DEVICES"] == ",".join(addresses)
+
     if name == FIRST:
         shown = next(block for block in fenced("console") if f"kubectl logs {name}\n" in block)
         assert lines == shown.split(f"kubectl logs {name}\n")[1].splitlines()
 
 
-# -- Tenstorrent's chart tt-inference-server -------------------------------------------------------
+# --- Tenstorrent's chart tt-inference-server ------------------------------------------------------
 
 # What its output has in common with the chart's.
 CHART = """\
@@ -201,34 +197,30 @@ spec:
 
 
 @pytest.fixture
-def rendered(tmp_path: Path) -> dict[str, Any]:
+def rendered(tmp_path: Path) -> dict[str, JSON]:
     """The chart's output after the post-renderer, by kind."""
     shutil.copytree(DEB / "tt-inference-server", tmp_path, dirs_exist_ok=True)
     (tmp_path / "chart.yaml").write_text(CHART)
     return {each["kind"]: each for each in kustomized(tmp_path)}
 
 
-def test_the_inference_server_has_limits_instead_of_a_claim(rendered: dict[str, Any]) -> None:
+def test_the_inference_server_has_limits_instead_of_a_claim(rendered: dict[str, JSON]) -> None:
     """Neither the host's hugepages nor their clean-up are left; everything else is."""
-    config, _, before = yaml.safe_load_all(CHART)
-    spec = before["spec"]["template"]["spec"]
+    config, _, expected = yaml.safe_load_all(CHART)
+    spec = expected["spec"]["template"]["spec"]
     del spec["resourceClaims"], spec["initContainers"][1], spec["volumes"][1]
     (server,) = spec["containers"]
     del server["volumeMounts"][1], server["resources"]["claims"]
     server["resources"]["limits"] = {"tenstorrent.com/n300": 1, "hugepages-1Gi": "4Gi"}
     server["resources"]["requests"]["hugepages-1Gi"] = "4Gi"
 
-    assert rendered == {"ConfigMap": config, "Deployment": before}
+    assert rendered == {"ConfigMap": config, "Deployment": expected}
 
 
-def test_the_inference_servers_pod_gets_its_device(
-    empty_node: Node, rendered: dict[str, Any]
-) -> None:
+def test_the_inference_servers_pod_gets_its_device(node: Node, rendered: dict[str, JSON]) -> None:
     """The kubelet admits it, and the container of the server has the chip."""
-    node = empty_node
-    node.cards.add("n300")
-    node.start_daemon(config="", expected={})
-    wait_until(lambda: node.kubelet.allocatable("tenstorrent.com/n300"), "the n300", 30)
+    (chip,) = node.cards.add("n300")
+    serve(node, "n300", 1)
 
     spec = rendered["Deployment"]["spec"]["template"]["spec"]
     spec |= {"hostNetwork": True, "restartPolicy": "Never"}
@@ -237,27 +229,27 @@ def test_the_inference_servers_pod_gets_its_device(
     for container in [server, *spec["initContainers"]]:
         container["image"] = IMAGE
     metadata = {"name": "server", "namespace": "default"}
-    node.adopt({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    lines = printed(node, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
-    lines = printed(node, "server")
-    (chip,) = node.cards.chips
     assert f"/dev/tenstorrent/{node.cards.chip(chip.bdf).ordinal}" in lines
     assert f"TT_VISIBLE_DEVICES={chip.bdf}" in lines
 
 
-# -- All pods --------------------------------------------------------------------------------------
+# --- All pods -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_has_no_privileges(name: str) -> None:
     """It meets the Pod Security Standard "restricted", and requests pages for each chip."""
     spec = manifest(name)["spec"]
+
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] >= 1000
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in spec["containers"]:
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
+
         limits = container["resources"]["limits"]
         if "hugepages-1Gi" in limits:
             pages = PAGES_PER_CHIP * EXAMPLES[name].chips
@@ -271,20 +263,14 @@ def test_the_program_of_an_example_is_python(name: str) -> None:
     """It can only run on a card; it uses nothing but torch and ttnn."""
     (container,) = manifest(name)["spec"]["containers"]
     program, option, code = container["command"]
+
     assert (program, option) == ("python3", "-c")
-    imported = {
-        alias.name
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    assert imported == {"torch", "ttnn"}
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import)]
+    assert {alias.name for node in imports for alias in node.names} == {"torch", "ttnn"}
 
 
 def test_each_example_is_tested() -> None:
-    """And each is installed, and named after its pod."""
+    """And each is named after its pod."""
     files = {path.stem for path in PODS.iterdir()}
     assert files == EXAMPLES.keys()
-    installed = (DEB / "examples").read_text()
-    assert {*re.findall(r"(?m)^debian/pods/(.*)\.yaml$", installed)} == files
     assert all(manifest(name)["metadata"]["name"] == name for name in files)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.machine import Machine
-from tests.e2e.node import Program
-from tests.e2e.readers import Alone, labelled, promtool
+from tests.e2e.daemon import Site
+from tests.e2e.readers import assert_rules, labelled
 from tests.world.processes import wait_until
 
 TEXTFILES = "/var/lib/prometheus/node-exporter"
@@ -19,52 +17,53 @@ FILE = f"{TEXTFILES}/tt-device-plugin.prom"
 PORT = 9100
 
 
-class MetricsHost(Alone):
-    """With an n300, a p300c (two chips), and Debian's node_exporter."""
-
-    def scrape(self) -> str:
-        """Return what Prometheus would get."""
-        with self.machine.connect(PORT) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.0\r\nHost: node\r\n\r\n")
-            answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        head, _, body = answer.decode().partition("\r\n\r\n")
-        assert " 200 " in head.splitlines()[0]
-        return body
-
-    def wait_scraped(self, *lines: str) -> None:
-        wait_until(lambda: {*lines} <= {*self.scrape().splitlines()}, f"a scrape with {lines}", 30)
-
-
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        machine.path(TEXTFILES).mkdir(parents=True)
+def running_site(tools: None) -> Iterator[Site]:
+    """A host with Debian's node_exporter."""
+    with Site() as site:
+        site.machine.path(TEXTFILES).mkdir(parents=True)
         command = ["prometheus-node-exporter", f"--web.listen-address=127.0.0.1:{PORT}"]
         command += ["--collector.disable-defaults", "--collector.textfile"]
         command += [f"--collector.textfile.directory={TEXTFILES}"]
-        machine.spawn(command, machine.logs / "node-exporter.log")
-        yield machine
+        site.machine.spawn(command, site.machine.logs / "node-exporter.log")
+        yield site
 
 
 @pytest.fixture
-def host(machine: Machine, program: Program) -> Iterator[MetricsHost]:
-    machine.path(FILE).unlink(missing_ok=True)
-    with MetricsHost(machine, program) as host:
-        host.cards.add("n300")
-        host.cards.add("p300c")
-        host.start()
-        yield host
+def host(running_site: Site) -> Iterator[Site]:
+    with running_site.for_one_test() as site:
+        yield site
 
 
-def test_node_exporter_shows_the_whole_file(host: MetricsHost) -> None:
+def scrape(host: Site) -> str:
+    """Return what Prometheus would get."""
+    with host.machine.connect(PORT) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.0\r\nHost: node\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    assert " 200 " in head.splitlines()[0]
+    return body
+
+
+def names(lines: Iterable[str]) -> set[str]:
+    """Return the names of the metrics in these lines."""
+    return {re.split("[ {]", line)[0] for line in lines}
+
+
+def test_node_exporter_shows_the_whole_file(host: Site) -> None:
     """Each metric is there, with the time of writing."""
-    healthy = f'tt_device_healthy{{device="{host.cards.chips[0].bdf}"}} 1'
-    host.wait_scraped(healthy, "node_textfile_scrape_error 0")
+    host.cards.add("n300")
+    host.cards.add("p300c")
+    host.start_daemon(interval=0.2)
+
+    wanted = {f'tt_device_healthy{{device="{host.cards.chips[0].bdf}"}} 1'}
+    wanted.add("node_textfile_scrape_error 0")
+    wait_until(lambda: wanted <= {*scrape(host).splitlines()}, f"a scrape with {wanted}")
+
+    shown = scrape(host)
     lines = host.machine.path(FILE).read_text().splitlines()
-    names = {re.split("[ {]", line)[0] for line in lines if line[0] != "#"}
-    shown = host.scrape()
-    found = {re.split("[ {]", line)[0] for line in shown.splitlines() if line.startswith("tt_")}
-    assert names == found
+    found = names(line for line in shown.splitlines() if line.startswith("tt_"))
+    assert found == names(line for line in lines if line[0] != "#")
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
 
 
@@ -78,41 +77,43 @@ count by (cluster, board) (
 ]
 
 
+N300, P150 = "n300", "p150"
+CHIPS = (  # cluster and device; board and resource; in 30 minutes, healthy; pod
+    ("east", "0000:01:00.0", N300, f"tenstorrent.com/{N300}", "1x30", ""),
+    ("east", "0000:02:00.0", N300, f"tenstorrent.com/{N300}", "1x15 0x15", ""),
+    ("east", "0000:03:00.0", P150, f"tenstorrent.com/{P150}", "1x30", ""),
+    ("east", "0000:04:00.0", P150, "", "1x30", ""),  # excluded
+    ("west", "0000:01:00.0", N300, f"tenstorrent.com/{N300}", "1x30", "train"),
+    ("west", "0000:02:00.0", N300, f"tenstorrent.com/{N300}", "1x30", ""),
+    ("west", "0000:03:00.0", P150, f"tenstorrent.com/{P150}", "1x30", ""),
+    ("west", "0000:04:00.0", P150, "", "1x30", ""),
+)
+FREE = {  # by minute; by cluster and board
+    10: {("east", N300): 2, ("east", P150): 1, ("west", N300): 1, ("west", P150): 1},
+    25: {("east", N300): 1, ("east", P150): 1, ("west", N300): 1, ("west", P150): 1},
+}
+
+
 def test_the_query_for_free_chips(tmp_path: Path) -> None:
     """It counts by board and cluster, in two clusters with the same nodes and addresses."""
-    values: dict[str, str] = {}
-    for cluster in ("east", "west"):
-        for number, board in enumerate(("n300", "n300", "p150")):
-            place = {"cluster": cluster, "instance": "node-1", "device": f"0000:0{number}:00.0"}
-            healthy = "1x15 0x15" if (cluster, number) == ("east", 1) else "1x30"
-            name = f"tenstorrent.com/{board}"
-            info = {"board": board, "resource": name, **place}
-            values[labelled("tt_device_info", info)] = "1x30"
-            values[labelled("tt_device_healthy", place)] = healthy
-            if number == 2:  # another one is excluded
-                place["device"] = "0000:09:00.0"
-                values[labelled("tt_device_info", {"board": board, **place})] = "1x30"
-                values[labelled("tt_device_healthy", place)] = "1x30"
-            if (cluster, number) == ("west", 0):
-                values[labelled("tt_device_allocated", {"pod_name": "train", **place})] = "1x30"
+    series: dict[str, str] = {}
+    for cluster, device, board, resource, healthy, pod in CHIPS:
+        place = {"cluster": cluster, "instance": "node-1", "device": device}
+        info = {"board": board, "resource": resource, **place}
+        series[labelled("tt_device_info", info)] = "1x30"
+        series[labelled("tt_device_healthy", place)] = healthy
+        if pod:
+            series[labelled("tt_device_allocated", {"pod_name": pod, **place})] = "1x30"
 
-    def free(minute: int, **boards: int) -> dict[str, object]:
+    expected = []
+    for minute, free in FREE.items():
         samples = [
-            {"labels": labelled("", {"cluster": name[:4], "board": name[5:]}), "value": count}
-            for name, count in boards.items()
+            {"labels": labelled("", {"cluster": cluster, "board": board}), "value": count}
+            for (cluster, board), count in free.items()
         ]
-        return {"expr": QUERIES[0], "eval_time": f"{minute}m", "exp_samples": samples}
+        test = {"expr": QUERIES[0], "eval_time": f"{minute}m", "exp_samples": samples}
+        expected.append(test)
 
-    west = {"west_n300": 1, "west_p150": 1}
-    case = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": text} for name, text in values.items()],
-        "promql_expr_test": [
-            free(10, east_n300=2, east_p150=1, **west),
-            free(25, east_n300=1, east_p150=1, **west),
-        ],
-    }
-    file = tmp_path / "test.yml"
-    file.write_text(json.dumps({"evaluation_interval": "1m", "tests": [case]}))
-    done = promtool("test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    input_series = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"input_series": input_series, "promql_expr_test": expected}
+    assert_rules(tmp_path / "test.yml", test)

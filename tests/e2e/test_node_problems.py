@@ -58,13 +58,16 @@ class ProblemHost(Container):
         self.boot()
         self.write(CONFIG, CONFIGURATION)
         self("apt-get", "install", "--yes", f"/srv/packages/{self.deb.name}")
+
         self.api.write("/api/v1/nodes/node", {"status": {"conditions": []}})
         self.api.serve(self.listen)
+
         for name, configuration in documents().items():
             if "invoke_interval" in configuration["pluginConfig"]:
                 configuration["pluginConfig"]["invoke_interval"] = "1s"
             self.write(f"/etc/npd/{name}", json.dumps(configuration))
         self.shell("mkdir -p /var/log/journal && journalctl --flush")
+
         flags = (
             "--config.custom-plugin-monitor=/etc/npd/check.json",
             "--config.system-log-monitor=/etc/npd/journal.json",
@@ -113,6 +116,7 @@ def test_a_fault_is_a_condition_and_an_event(host: ProblemHost, told: Told) -> N
     """Both contain the chip and the command; the recovery clears the condition."""
     host.wait_for(lambda: host.condition.get("status") == "False", "a healthy node's condition")
     assert host.condition["reason"] == "TenstorrentChecksPassed"
+
     host.chip.die()
     host.wait_for(lambda: host.condition["status"] == "True", "the condition of a fault")
     assert host.condition["reason"] == "TenstorrentCheckFailed"
@@ -121,6 +125,7 @@ def test_a_fault_is_a_condition_and_an_event(host: ProblemHost, told: Told) -> N
     assert "FAIL" in message and command in message and not re.search("(?m)^ok ", message)
     host.wait_for(lambda: host.events("TenstorrentFault"), "an event of the fault")
     assert command in host.events("TenstorrentFault")[0]
+
     host.chip.revive()
     host.wait_for(lambda: host.condition["status"] == "False", "the recovery")
     assert host.condition["reason"] == "TenstorrentChecksPassed"
@@ -133,15 +138,17 @@ def test_lines_of_the_journal_are_events(host: ProblemHost) -> None:
     fault = "0000:09:00.0 (p150a): resetting; if this persists, run: cd /sys && echo 1 > bind"
     host(*logged, "0000:09:00.0 (p150a): healthy again")
     host(*logged, fault)
+    host.wait_for(lambda: fault in host.events("TenstorrentFault"), "an event of the fault")
+
     host.write(CONFIG, f'log_level = "loud"\n{CONFIGURATION}')
     host("systemctl", "reload", UNIT, check=False)
     rejected = "TenstorrentConfigurationRejected"
-    host.wait_for(lambda: fault in host.events("TenstorrentFault"), "an event of the fault")
     host.wait_for(lambda: host.events(rejected), "an event of the configuration")
     assert "log_level" in host.events(rejected)[0]
     events, _ = host.api.collect("/api/v1/events")
     assert not [event for event in events if "healthy again" in event["message"]]
     host.wait_for(lambda: "log_level" in host.condition["message"], "a failed check")
+
     host.write(CONFIG, CONFIGURATION)
     host("systemctl", "reload", UNIT)
     host.wait_for(lambda: host.condition["status"] == "False", "the recovery")
@@ -151,6 +158,7 @@ def test_both_documents_are_complete() -> None:
     """Each rule's condition has a default, and each pattern is a regular expression."""
     found = documents()
     assert found.keys() == {"check.json", "journal.json"}
+
     for document in found.values():
         defaults = {each["type"] for each in document["conditions"]}
         for rule in document["rules"]:

@@ -57,9 +57,11 @@ class ManagedNode(Node):
         self.write("/etc/systemd/system/web.service", WEB)
         wanted = self.root / "etc/systemd/system/multi-user.target.wants/web.service"
         wanted.symlink_to("/etc/systemd/system/web.service")
+
         for path in self.root.glob("etc/apt/sources.list*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.root / "etc/apt/sources.list.d").mkdir()
+
         self.write("/var/lib/cloud/seed/nocloud/meta-data", "instance-id: node-1\n")
         self.write("/var/lib/cloud/seed/nocloud/user-data", of_this_server(CLOUD_INIT))
         self.boot()
@@ -101,11 +103,13 @@ def test_ansible_installs_it_and_changes_nothing_twice(
     node.write("/root/playbook.yml", of_this_server(PLAYBOOK))
     node.write("/root/hosts", "[tenstorrent_nodes]\nlocalhost ansible_connection=local\n")
     command = ("ansible-playbook", "--inventory", "/root/hosts", "/root/playbook.yml")
+
     with Ticker(cards):
         for changed in (4, 1):
             output = node(*command)
             assert re.search(rf"changed={changed} .*failed=0", output), output
             assert node.version() == publisher.version and node.is_active()
+
         cards.chip(cards.chips[0].bdf).die()
         wait_until(lambda: node.status_of(UNIT, "check"), "a failed check")
         assert "does not respond" in node(*command, check=False)
@@ -117,9 +121,11 @@ def test_a_copied_repository(node: ManagedNode, publisher: Publisher) -> None:
     node("systemctl", "stop", "web")
     current = publisher.packages.current
     url = f"file:{COPIED_REPOSITORY}"
+
     assert not publisher.publish(node.shared / "copied", current, url=url)
     node.shell(f"cp -r /srv/shared/copied {COPIED_REPOSITORY}")
     for command in INSTALLATION_OF_COPY:
         node.shell(command)
+
     assert not node.update()
     assert node.version() == publisher.version and node.is_active()

@@ -7,7 +7,6 @@ machine, and what they ask the driver is answered by driver.c, which writes down
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,10 +16,11 @@ import pytest
 
 import ttdp
 from tests.commands import Host
+from tests.e2e.builds import CACHE, cached
 from tests.e2e.container import require_root
-from tests.e2e.machine import CACHE
-from tests.e2e.node import OPENABLE
-from tests.e2e.umd import DRIVER
+from tests.e2e.daemon import OPENABLE
+from tests.e2e.machine import HUNG
+from tests.e2e.umd import compile_driver
 from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import until
 from tests.world.simulation import STALLS, RunningDaemon, settings_of
@@ -49,19 +49,20 @@ exec unshare --mount sh -c '
 
 def installed(version: str) -> Path:
     """Return the path of a tt-smi, in a virtual environment of its own in the cache."""
-    place = CACHE / f"tt-smi-{version}-{sys.version_info.major}.{sys.version_info.minor}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "tt-smi.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "complete").exists():
-            subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-            pip = [str(place / "bin/pip"), "install", "--quiet", "--only-binary=:all:"]
-            subprocess.run([*pip, f"tt-smi=={version}"], check=True)
-            (place / "complete").touch()
+    name = f"tt-smi-{version}-{sys.version_info.major}.{sys.version_info.minor}"
+    place = CACHE / f"{name}-environment"  # a path that its programs contain
+
+    def make(marker: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        pip = [str(place / "bin/pip"), "install", "--quiet", "--only-binary=:all:"]
+        subprocess.run([*pip, f"tt-smi=={version}"], check=True)
+        marker.touch()
+
+    cached(f"{name}-complete", make)
     return place / "bin/tt-smi"
 
 
-class Machine(Host):
+class FixHost(Host):
     """A host with three chips, the second of which `fix` is to mend."""
 
     @property
@@ -86,75 +87,77 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def machine(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Machine]:
+def host(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[FixHost]:
     node = SimulatedNode(tmp_path / "node", nodes="mknod", numbers=OPENABLE)
     node.add("n150")
     node.add("p300c")
     for name in ("bin", "host-dev"):
         (node.root / name).mkdir()
-    gcc = ["gcc", "-shared", "-fPIC", "-O1", "-Wall"]
-    subprocess.run([*gcc, "-o", node.root / "driver.so", DRIVER], check=True)
+    compile_driver(node.root / "driver.so")
 
     environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
-    machine = Machine(short_tmp, node, environ, {"FOLLOWS_WITHIN": 60.0})
-    machine.tt_smi.write_text(TT_SMI.format(node=node.root, program=program))
-    machine.tt_smi.chmod(0o755)
+    host = FixHost(short_tmp, node, environ, {"FOLLOWS_WITHIN": 60.0})
+
+    host.tt_smi.write_text(TT_SMI.format(node=node.root, program=program))
+    host.tt_smi.chmod(0o755)
     with Ticker(node, 0.05):
-        yield machine
+        yield host
 
 
 @pytest.fixture
-async def stalled(machine: Machine) -> AsyncIterator[Machine]:
+async def stalled(host: FixHost) -> AsyncIterator[FixHost]:
     """A daemon sees that its firmware has stopped."""
-    more = {"runtime_dir": str(machine.root), "health": STALLS}
-    settings = settings_of(machine.node, machine.plugins, **more)
-    async with RunningDaemon(machine.node, settings) as daemon:
+    more = {"runtime_dir": str(host.root), "health": STALLS}
+    settings = settings_of(host.node, host.plugins, **more)
+    async with RunningDaemon(host.node, settings) as daemon:
         await until(lambda: daemon.notified("READY=1"))
-        machine.ill.freeze()
+
+        host.ill.freeze()
 
         def is_stalled() -> bool:
-            fault = daemon.chip(machine.ill.bdf).fault
+            fault = daemon.chip(host.ill.bdf).fault
             return fault is not None and fault.kind is ttdp.Kind.STALLED
 
         await until(is_stalled)
-        yield machine
+        yield host
 
 
-async def fixed(machine: Machine, **environ: str) -> None:
+async def fixed(host: FixHost, **environ: str) -> None:
     """Run `fix` to its end; the chip is healthy as soon as something has been reset."""
-    running = asyncio.ensure_future(machine.ask("fix", machine.ill.bdf, "--yes", **environ))
-    await until(lambda: machine.resets or running.done(), "a reset", 60)
-    machine.ill.thaw()
+    running = asyncio.ensure_future(host.ask("fix", host.ill.bdf, "--yes", **environ))
+    await until(lambda: host.resets or running.done(), "a reset")
+    host.ill.thaw()
+
     answer = await running
     assert answer.status == 0, answer.out + answer.err
 
 
-async def test_fix_resets_this_chip_only(stalled: Machine) -> None:
+async def test_fix_resets_this_chip_only(stalled: FixHost) -> None:
     """Whatever the operator's TT_VISIBLE_DEVICES has."""
     await fixed(stalled, TT_VISIBLE_DEVICES="0000:01:00.0")
     assert stalled.resets == {1}
 
 
-async def test_fix_resets_the_number_of_this_moment(stalled: Machine) -> None:
+async def test_fix_resets_the_number_of_this_moment(stalled: FixHost) -> None:
     """After a renumbering it is another one."""
     stalled.node.swap_ordinals("0000:02:00.0", "0000:03:00.0")
     await fixed(stalled)
     assert stalled.resets == {2}
 
 
-def run(machine: Machine, *words: str) -> None:
+def run(host: FixHost, *words: str) -> None:
     """Run tt-smi, whose status proves nothing."""
-    subprocess.run([machine.tt_smi, *words], capture_output=True, check=False, timeout=120)
+    subprocess.run([host.tt_smi, *words], capture_output=True, check=False, timeout=HUNG)
 
 
-def command(machine: Machine) -> list[str]:
+def command(host: FixHost) -> list[str]:
     """What `fix` would run for this chip at this moment."""
     bus = ttdp.scan(
-        ttdp.Settings(sysfs_root=f"{machine.node.root}/sys", dev_root=f"{machine.node.root}/dev"),
+        ttdp.Settings(sysfs_root=f"{host.node.root}/sys", dev_root=f"{host.node.root}/dev"),
         {},
         driver_is_loaded=True,
     )
-    function = bus[machine.ill.bdf]
+    function = bus[host.ill.bdf]
     assert function
     return ttdp.reset_command(function, "tt-smi")[1:]
 
@@ -167,15 +170,15 @@ GONE: dict[str, Callable[[Chip], object]] = {
 
 
 @pytest.mark.parametrize("how", GONE)
-def test_a_chip_that_goes_away_at_the_last_moment(machine: Machine, how: str) -> None:
+def test_a_chip_that_goes_away_at_the_last_moment(host: FixHost, how: str) -> None:
     """Between the last look and the reset: then none is reset."""
-    words = command(machine)
-    GONE[how](machine.ill)
-    run(machine, *words)
-    assert machine.resets == set()
+    words = command(host)
+    GONE[how](host.ill)
+    run(host, *words)
+    assert host.resets == set()
 
 
-def test_an_address_that_is_not_found_resets_all(machine: Machine) -> None:
+def test_an_address_that_is_not_found_resets_all(host: FixHost) -> None:
     """Which is why `fix` never gives tt-smi an address; this test would show when that changes."""
-    run(machine, "-r", "0000:99:00.0", "--no_reinit")
-    assert machine.resets == {0, 1, 2}
+    run(host, "-r", "0000:99:00.0", "--no_reinit")
+    assert host.resets == {0, 1, 2}

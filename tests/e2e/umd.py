@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import io
 import os
 import subprocess
@@ -13,8 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tests.e2e.machine import CACHE, HERE, busybox_layer, image_archive
-from tests.e2e.readers import packages
+from tests.e2e.builds import HERE, cached, debian_tree, digest
+from tests.e2e.images import busybox_layer, image_archive
 
 IMAGE = "localhost/tt-umd:1"
 
@@ -43,32 +41,32 @@ LOCK = "TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"  # the file that is this mutex
 
 def image() -> Path:
     """Return the image's archive: from the cache, or made of Debian packages and the wheel."""
-    parts = (IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    archive = CACHE / f"tt-umd-{key}.tar"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "tt-umd.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not archive.exists():
-            partial = archive.with_suffix(".partial")
-            partial.write_bytes(image_archive(IMAGE, _layer()))
-            partial.rename(archive)
-    return archive
+    key = digest(IMAGE, RELEASE, HASHES, DEBIAN, DRIVER.read_text())
+    return cached(
+        f"tt-umd-{key}.tar", lambda target: target.write_bytes(image_archive(IMAGE, _layer()))
+    )
+
+
+def compile_driver(target: Path) -> None:
+    """Make the library that answers what tt-umd asks the driver."""
+    gcc = ["gcc", "-shared", "-fPIC", "-O1", "-Wall"]
+    subprocess.run([*gcc, "-o", target, DRIVER], check=True)
 
 
 def _layer() -> bytes:
     layer = io.BytesIO(busybox_layer())
     with tarfile.open(fileobj=layer, mode="a") as tar, tempfile.TemporaryDirectory() as directory:
-        tree = packages("bookworm", *DEBIAN)
+        tree = debian_tree("bookworm", *DEBIAN)
         for name in ("lib", "lib64", "usr"):
             if (tree / name).exists():
                 tar.add(tree / name, name, filter=_without_documentation)
+
         made = Path(directory)
         with zipfile.ZipFile(_wheel(made)) as wheel:
             wheel.extractall(made / "site")
-        gcc = ["gcc", "-shared", "-fPIC", "-O1", "-Wall"]
-        subprocess.run([*gcc, "-o", made / "driver.so", DRIVER], check=True)
         tar.add(made / "site", "usr/lib/python3.11")
+
+        compile_driver(made / "driver.so")
         tar.add(made / "driver.so", "driver.so")
     return layer.getvalue()
 

@@ -1,0 +1,136 @@
+"""What must be there before a test can begin: the host's tools, and programs that are built once.
+
+What is built, or made of packages, stays in a cache outside the project. `python -m
+tests.e2e.builds` builds the kubelets, which takes minutes the first time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
+
+# The kubelets that can be had: a Go module beside this file pins each of them.
+VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kubelet-*"))
+
+PACKAGES = {  # of Debian, by program
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "containerd-shim-runc-v2": "containerd",
+    "runc": "runc",
+    "busybox": "busybox-static",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+    "gcc": "gcc libc6-dev",
+    "mmdebstrap": "mmdebstrap",
+    "podman": "podman",
+    "promtool": "prometheus",
+    "prometheus-node-exporter": "prometheus-node-exporter",
+}
+
+
+def missing_tools() -> str | None:
+    """Return what is missing to run real kubelets here, in one line, or None."""
+    if os.geteuid() != 0:
+        return "the real kubelet needs root"
+
+    packages = {package for tool, package in PACKAGES.items() if shutil.which(tool) is None}
+    if packages:
+        return f"apt-get install --no-install-recommends {' '.join(sorted(packages))}"
+
+    if shutil.which("go") or all(kubelet_path(version).exists() for version in VERSIONS):
+        return None
+    return "building the kubelet needs Go 1.21 or newer (golang-go of bookworm-backports)"
+
+
+def cached(name: str, make: Callable[[Path], object]) -> Path:
+    """Return the cache's file or directory of this name.
+
+    If there is none, `make` makes it at the path that it is given. Test runs that want the same at
+    the same time wait for the first one, and none ever finds it half made.
+    """
+    target = CACHE / name
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            half = CACHE / f"{name}.partial"
+            shutil.rmtree(half, ignore_errors=True)
+            half.unlink(missing_ok=True)
+
+            make(half)
+            half.rename(target)
+    return target
+
+
+def digest(*parts: object) -> str:
+    """Return what tells these parts from others, for a name in the cache."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+# --- Go programs ----------------------------------------------------------------------------------
+
+
+def build_go(module: Path, target: Path, *arguments: str) -> None:
+    """Build a Go program, without disturbing others much."""
+    command = ["nice", "-n", "10", "go", "build", "-trimpath", "-buildvcs=false"]
+    command += ["-o", str(target), *arguments]
+    environ = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly", "GOWORK": "off"}
+    subprocess.run(command, cwd=module, env=environ, check=True)
+
+
+def kubelet_path(version: str) -> Path:
+    """Return where a minor version's kubelet is once built; another go.sum is another kubelet."""
+    module = HERE / f"kubelet-{version}"
+    content = (module / "go.mod").read_bytes() + (module / "go.sum").read_bytes()
+    return CACHE / f"kubelet-{version}-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def build_kubelet(version: str) -> Path:
+    """Return cmd/kubelet as the module's go.mod pins it."""
+    module = HERE / f"kubelet-{version}"
+    required = (module / "go.mod").read_text()
+    release = re.search(r"(?m)^\s*k8s\.io/kubernetes (v\S+)", required)
+    assert release is not None, f"{module}/go.mod requires no k8s.io/kubernetes"
+    stamp = f"-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={release[1]}"
+
+    def make(target: Path) -> None:
+        build_go(module, target, "-p", "2", stamp, "k8s.io/kubernetes/cmd/kubelet")
+
+    return cached(kubelet_path(version).name, make)
+
+
+# --- Debian packages ------------------------------------------------------------------------------
+
+
+def debian_tree(suite: str, *names: str) -> Path:
+    """Return a directory with the files of Debian packages and of what they need."""
+    command = ["mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(names)}"]
+    command += ["--aptopt=Acquire::Check-Valid-Until false", "--format=directory", suite]
+
+    def make(target: Path) -> None:
+        made = subprocess.run(["nice", *command, str(target)], capture_output=True, text=True)
+        assert made.returncode == 0, f"{' '.join(command)}:\n{made.stderr}"
+
+    return cached(f"{suite}-{digest(command)}", make)
+
+
+def main() -> None:
+    """Build the kubelets; the newest one first, which virtual machines wait for."""
+    if missing := missing_tools():
+        raise SystemExit(missing)
+    for version in reversed(VERSIONS):
+        print(build_kubelet(version))
+
+
+if __name__ == "__main__":
+    main()

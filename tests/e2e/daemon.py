@@ -1,0 +1,222 @@
+"""tt-device-plugin as it is shipped, on a machine with simulated cards.
+
+There is no udev: the simulated node makes the links by PCI address. The cards' device files are
+real character devices, of drivers that every kernel has and that containers may not open by
+default: a container can really open what it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import zipfile
+from collections.abc import Iterator
+from typing import TypeVar
+
+from tests.e2e.machine import Machine, Process, tail
+from tests.world.node import SimulatedNode, Ticker
+from tests.world.processes import ROOT, NotifySocket, wait_until
+
+ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
+STATE_DIRECTORY = "/var/lib/tt-device-plugin"
+CDI_DIRECTORY = "/run/cdi"
+
+# The first cards' numbers: fuse, loop-control, cpuid of two processors, autofs, btrfs-control. To
+# open them takes no capability, as with a Tenstorrent card. runc lets all containers open tun.
+OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
+FORBIDDEN = "Operation not permitted"  # what a container has of all other numbers
+
+_numbers = itertools.count(1)
+
+
+def stale_zipapp() -> str | None:
+    """Return why dist/ has no zipapp of this very program, or None if it has."""
+    name = ZIPAPP.relative_to(ROOT)
+    if not ZIPAPP.exists():
+        return f"there is no {name}; run: make pyz"
+
+    with zipfile.ZipFile(ZIPAPP) as packed:
+        program = packed.read("site-packages/ttdp.py").decode()
+    if _without_version(program) != _without_version((ROOT / "ttdp.py").read_text()):
+        return f"{name} is of another ttdp.py than the one here; run: make pyz"
+    return None
+
+
+def _without_version(text: str) -> str:
+    """Return the program's text without the one line that a build replaces."""
+    return re.sub(r'(?m)^__version__ = ".*"$', "", text)
+
+
+class Daemon:
+    """The daemon on a machine, started and stopped as by systemd."""
+
+    def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
+        self.process: Process | None = None
+        self.log = machine.logs / "tt-device-plugin.log"
+        self.log.unlink(missing_ok=True)  # of another one, which has ended
+        self._machine = machine
+        self._flags = cards.flags
+        self._config = machine.scratch / "daemon.toml"
+        self._installed = 0
+        self.configure("")
+        self.install()
+
+    def configure(self, config: str, interval: float = 5.0) -> None:
+        """Write its configuration file: keys and tables; interval: seconds between two polls."""
+        # A poll that comes before the ticker's next beat is no fault of the chip.
+        misses = max(2, round(5 / interval))
+        health = f"[health]\ninterval = {interval}\nheartbeat_misses = {misses}\n"
+        self._config.write_text(f"{config}\n{health}")
+
+    def install(self) -> None:
+        """Install the program, or over the installed one; the next start runs it."""
+        directory = self._machine.scratch / "usr"
+        directory.mkdir(exist_ok=True)
+        # dpkg replaces the file under the running daemon in one step.
+        shutil.copy2(ZIPAPP, directory / ".new")
+        self._command = (directory / ".new").rename(directory / ZIPAPP.name)
+
+        # Another release unpacks itself into another directory.
+        self._installed += 1
+        self._cache = self._machine.scratch / f"cache-{self._installed}"
+
+    def start(self) -> None:
+        """Start it, and wait for READY=1."""
+        assert self.process is None, "it runs already"
+        for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
+            self._machine.path(directory).mkdir(exist_ok=True)
+
+        manager = NotifySocket(self._machine.scratch / "notify")
+        environment = {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "LANG": "C.UTF-8",
+            "STATE_DIRECTORY": STATE_DIRECTORY,
+            "NOTIFY_SOCKET": manager.address,
+            "SHIV_ROOT": str(self._cache),
+            "PYTHONPYCACHEPREFIX": str(self._cache),
+        }
+        # Nice as in the unit: a kubelet that starts takes all the processors that it can get.
+        command = ["nice", "-n-10", str(self._command), "run", f"--config-file={self._config}"]
+
+        def is_ready() -> bool:
+            return any("READY=1" in note.text.splitlines() for note in manager.receive())
+
+        with contextlib.closing(manager):
+            self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
+            wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n")
+
+    def stop(self) -> None:
+        """Stop it; its exit status has to be 0."""
+        assert self._end(signal.SIGTERM) == 0, tail(self.log)
+
+    def kill(self) -> None:
+        """Kill it, as the kernel's OOM killer does."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None, "it does not run"
+        status = self.process.end(number)
+        self.process = None
+        return status
+
+    def reload(self) -> None:
+        assert self.process is not None, "it does not run"
+        os.kill(self.process.pid, signal.SIGHUP)
+
+
+S = TypeVar("S", bound="Site")
+
+
+class Site:
+    """A machine with cards and the daemon, both of which are made anew for each test.
+
+    A fixture of a module starts one, and a test's own fixture takes it `for_one_test()`.
+    """
+
+    def __init__(self, numa_nodes: int | None = None) -> None:
+        self.machine = Machine(numa_nodes)
+        self._daemon: Daemon | None = None
+        self._cards: SimulatedNode | None = None
+        self._while_cards = contextlib.ExitStack()
+
+    def __enter__(self: S) -> S:
+        try:
+            self.start()
+        except BaseException:
+            self.destroy()
+            raise
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            print(self.last_words())
+        self.destroy()
+
+    @contextlib.contextmanager
+    def for_one_test(self: S) -> Iterator[S]:
+        """Have neither cards nor anything else of another test, and take out those of this one."""
+        self.wait_clear()
+        try:
+            yield self
+        finally:
+            self.clear()
+
+    def start(self) -> None:
+        """Start what lasts for many tests."""
+        self.power_on()
+
+    def power_on(self) -> None:
+        """Start what starts with the machine, before daemon and kubelet."""
+        self.machine.power_on()
+
+    def destroy(self) -> None:
+        self._while_cards.close()
+        self.machine.destroy()
+
+    @property
+    def cards(self) -> SimulatedNode:
+        """The machine's cards; without any until a test adds them. Their firmware lives."""
+        if self._cards is None:
+            root = self.machine.scratch / f"cards-{next(_numbers)}"
+            self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
+            self.prepare(self._cards)
+        return self._cards
+
+    def host_number(self, bdf: str) -> tuple[int, int]:
+        """Return the major and minor number of a chip's device file as it is now."""
+        status = os.stat(self.cards.chip(bdf).device_node)
+        return os.major(status.st_rdev), os.minor(status.st_rdev)
+
+    def prepare(self, cards: SimulatedNode) -> None:
+        """Start what runs for as long as there are these cards."""
+        self._while_cards.enter_context(Ticker(cards))
+
+    @property
+    def daemon(self) -> Daemon:
+        assert self._daemon is not None, "no daemon was started"
+        return self._daemon
+
+    def start_daemon(self, config: str = "", interval: float = 5.0) -> None:
+        """Install the daemon and start it; interval: seconds between two polls."""
+        self._daemon = Daemon(self.machine, self.cards)
+        self._daemon.configure(config, interval)
+        self._daemon.start()
+
+    def clear(self) -> None:
+        """Take out the daemon and the cards."""
+        if self._daemon is not None and self._daemon.process is not None:
+            self._daemon.stop()
+        self._while_cards.close()
+        self._daemon = self._cards = None
+
+    def wait_clear(self) -> None:
+        """Wait for the end of what was taken out, and remove what it has left."""
+        shutil.rmtree(self.machine.path(STATE_DIRECTORY), ignore_errors=True)
+
+    def last_words(self) -> str:
+        """Return the end of the daemon's log."""
+        return tail(self._daemon.log) if self._daemon else ""

@@ -1,0 +1,163 @@
+"""Pods, as tests handle them: a manifest, and what the API says has become of it.
+
+Standard library only, for scripts on virtual machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from tests.e2e.steps import JSON
+from tests.world.processes import PATIENCE, wait_until
+
+IMAGE = "localhost/realkubelet/busybox:1"  # static; for the pods and for the pause container
+
+Outcome = str  # what became of a pod: RUNNING, or why the kubelet refused it
+RUNNING: Outcome = "running"
+
+_numbers = itertools.count(1)
+
+
+def manifest(
+    resources: Mapping[str, int | str],
+    *,
+    name: str | None = None,
+    containers: int = 1,
+    command: Sequence[str] | None = None,
+    once: bool = False,
+    user: int | None = None,
+    grace: int = 1,
+    image: str = IMAGE,
+) -> JSON:
+    """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
+
+    name: another one for each manifest, if not given. command: instead of sleeping; once: it is not
+    started again; user: the containers', also their group; grace: seconds between SIGTERM and
+    SIGKILL.
+    """
+    wanted = {resource: str(count) for resource, count in resources.items()}
+    container: JSON = {
+        "image": image,
+        "imagePullPolicy": "Never",
+        "resources": {"limits": wanted, "requests": dict(wanted)},
+    }
+    if command is not None:
+        container["command"] = list(command)
+
+    names = [f"main-{n}" if n else "main" for n in range(containers)]
+    spec: JSON = {
+        "hostNetwork": True,  # there is no network plugin
+        "restartPolicy": "Never" if once else "Always",
+        "terminationGracePeriodSeconds": grace,
+        "enableServiceLinks": False,
+        "containers": [{"name": each, **container} for each in names],
+    }
+    if user is not None:
+        spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
+
+    metadata = {"name": name or f"pod-{next(_numbers)}", "namespace": "default"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+class Pod:
+    """A pod on some kind of node, which says in a subclass where the pod's object and log are."""
+
+    patience: ClassVar[float] = PATIENCE  # seconds until what a test waits for will not happen
+
+    def __init__(self, name: str, uid: str) -> None:
+        self.name = name
+        self.uid = uid
+        self._former: set[str] = set()  # IDs of containers that have ended
+
+    def read(self) -> JSON | None:
+        """Return the pod's object, as `kubectl get` shows it; None if there is none."""
+        raise NotImplementedError
+
+    @property
+    def logs(self) -> Path:
+        """The node's /var/log/pods."""
+        raise NotImplementedError
+
+    # State
+
+    @property
+    def status(self) -> JSON:
+        """The object's status; empty if there is no object."""
+        found = self.read()
+        return dict(found["status"]) if found else {}
+
+    def containers(self) -> dict[str, str]:
+        """Return the IDs of the containers by name, which are others after a restart."""
+        states = self.status.get("containerStatuses") or ()
+        return {state["name"]: _identity(state) for state in states}
+
+    def is_running(self) -> bool:
+        """Return whether each container runs, and is none that `forget_containers` was told of."""
+        found = self.read()
+        if found is None:
+            return False
+
+        states = found["status"].get("containerStatuses") or ()
+        running = {_identity(state) for state in states if "running" in state["state"]}
+        return len(running - self._former) == len(found["spec"]["containers"])
+
+    def forget_containers(self) -> None:
+        """Take the containers of now for ended.
+
+        The API shows them as running until the kubelet has noticed their end, and after a reboot
+        until the kubelet has reported others.
+        """
+        self._former |= set(self.containers().values())
+
+    def refusal(self) -> str | None:
+        """Return why the kubelet refused the pod ("reason: message"), if it did."""
+        status = self.status
+        message = str(status.get("message"))
+        if status.get("phase") != "Failed" or not message.startswith("Pod was rejected"):
+            return None
+        return f"{status.get('reason')}: {message}"
+
+    def has_finished(self) -> bool:
+        """Return whether the pod has gone, or needs its devices no longer for a scheduler."""
+        found = self.read()
+        return found is None or found["status"].get("phase") in ("Succeeded", "Failed")
+
+    def output(self) -> list[str]:
+        """Return the lines that container main has written, also before it was started again."""
+        files = self.logs.glob(f"default_{self.name}_{self.uid}/main/*.log")
+        lines: list[str] = []
+        for file in sorted(files, key=lambda each: int(each.stem)):
+            lines += file.read_text(errors="replace").splitlines()
+
+        # "2026-01-01T00:00:00.0Z stdout F text"; the last line can be half written.
+        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+
+    def why(self) -> str:
+        """Return what is known of a pod that is not as it should be."""
+        return f"pod {self.name} is {self.status}; it wrote {self.output()[-5:]}"
+
+    # Waiting
+
+    def outcome(self) -> Outcome:
+        """Wait until the pod runs or is refused; return which."""
+
+        def settled() -> Outcome | None:
+            return RUNNING if self.is_running() else self.refusal()
+
+        return wait_until(settled, self.why, self.patience)
+
+    def wait_running(self) -> None:
+        """Wait until each container runs: another one than before, if that was killed."""
+        outcome = self.outcome()
+        assert outcome == RUNNING, f"{self.name} was refused: {outcome}"
+
+    def wait_finished(self) -> None:
+        """Wait until a scheduler would give the pod's devices to another one."""
+        wait_until(self.has_finished, lambda: f"the end of {self.why()}", self.patience)
+
+
+def _identity(state: JSON) -> str:
+    return str(state.get("containerID")).rpartition("/")[2]
