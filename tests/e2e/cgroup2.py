@@ -9,15 +9,9 @@ import shutil
 from pathlib import Path
 
 from tests.e2e import vm
+from tests.e2e.builds import VERSIONS, build_kubelet, kubelet_path
 from tests.e2e.container import Missing, in_tree, require
-from tests.e2e.machine import (
-    IMAGE,
-    VERSIONS,
-    build_kubelet,
-    busybox_layer,
-    image_archive,
-    kubelet_path,
-)
+from tests.e2e.images import busybox_archive
 
 KUBELET = VERSIONS[-1]
 # What the real driver's package has: without it the device files are root's own, by their mode.
@@ -46,7 +40,7 @@ def prepare(root: Path) -> None:
 
     shutil.copy(build_kubelet(KUBELET), root / "usr/local/bin/kubelet")
     shutil.copy(str(shutil.which("busybox")), root / "usr/local/bin/busybox")
-    (root / "srv/image.tar").write_bytes(image_archive(IMAGE, busybox_layer()))
+    (root / "srv/image.tar").write_bytes(busybox_archive())
 
     # The script starts it, and the kubelet, when it has written their configuration.
     in_tree(root, "systemctl", "disable", "containerd")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from tests.e2e.guestnode import (
     CHECKPOINT,
     RESOURCE,
     GuestNode,
-    Pod,
-    Process,
+    GuestPod,
     cdi_numbers,
     chip_of,
     device_numbers,
     is_own_file,
+    next_output,
     swap,
     waits,
 )
@@ -71,26 +72,27 @@ def free_pages() -> int:
     return int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
 
 
-def hand_over(node: GuestNode, last: list[Pod]) -> JSON:
+def hand_over(node: GuestNode, last: list[GuestPod]) -> JSON:
     """Let one pod after another have all chips: after a job's end, and after a deletion."""
     job = node.started("job", ALL, once=True)
-    node.wait_output(job, "opened")
-    Process(node.wait_running(job)[0]).signal(signal.SIGUSR1)
-    wait_for(lambda: node.status(job).get("phase") == "Succeeded", lambda: node.why(job))
+    job.wait_output("opened")
+    job.process().signal(signal.SIGUSR1)
+    job.wait_finished()
 
     second = node.started("after-the-job", ALL)
-    node.delete(second)
+    second.delete()
+    second.wait_deleted()
     last.append(node.started("after-the-deletion", ALL, stubborn=True, grace=GRACE))
-    return {"waits": waits(), "opened": node.next_output(last)}
+    return {"waits": waits(), "opened": next_output(*last)}
 
 
-def forced(node: GuestNode, last: list[Pod]) -> JSON:
+def forced(node: GuestNode, last: list[GuestPod]) -> JSON:
     """Delete that pod by force, which does not end, and let another one have its chips."""
     first = last.pop()
-    predecessor = Process(node.wait_running(first)[0])
+    predecessor = first.process()
     found: JSON = {"cgroup": predecessor.cgroup, "given too early": False, "last seen": 0.0}
 
-    node.force_delete(first)
+    first.force_delete()
     second = node.create("successor", ALL)
 
     def has_ended() -> bool:
@@ -101,39 +103,48 @@ def forced(node: GuestNode, last: list[Pod]) -> JSON:
 
     wait_for(has_ended, "the predecessor to end")
 
-    successor = Process(node.wait_running(second)[0])
+    successor = second.process()
     found["later"] = round(successor.started_at - found["last seen"], 2)
     found["waits"] = waits()
     last.append(second)
     return found
 
 
-def crash_loop(node: GuestNode, last: list[Pod]) -> JSON:
+def crash_loop(node: GuestNode, last: list[GuestPod]) -> JSON:
     """Kill a container twice: it starts in place, and does not wait for its own pod."""
     pod = last.pop()
     before = waits()
-    [container] = node.wait_running(pod)
     for _ in range(2):
-        Process(container).signal(signal.SIGKILL)
-        container = node.wait_restarted(pod, container)
+        pod.kill()
+        pod.wait_running()
 
-    node.next_output([pod])
-    [state] = node.status(pod)["containerStatuses"]
-    node.delete(pod)
+    next_output(pod)
+    [state] = pod.status["containerStatuses"]
+    pod.delete()
+    pod.wait_deleted()
     return {"restarts": state["restartCount"], "waits": waits() - before}
 
 
-def given(node: GuestNode, *pods: Pod) -> JSON:
+def given(*pods: GuestPod) -> JSON:
     """Wait until pods run, and look what their containers were given, and whether it opens."""
-    node.wait_running(*pods)
-    opened = node.next_output(pods)
-    own = {pod.name: is_own_file(node.output(pod)) for pod in pods}
-    return {"own files": own, "opened": opened, "output": node.output(pods[-1])[:8]}
+    for pod in pods:
+        pod.wait_running()
+
+    opened = next_output(*pods)
+    own = {pod.name: is_own_file(pod.output()) for pod in pods}
+    return {"own files": own, "opened": opened, "output": pods[-1].output()[:8]}
 
 
-def both_killed(node: GuestNode, pods: list[Pod]) -> JSON:
+def containers(pods: Sequence[GuestPod]) -> list[dict[str, str]]:
+    """Wait until pods run; return their containers' IDs, which are others after a restart."""
+    for pod in pods:
+        pod.wait_running()
+    return [pod.containers() for pod in pods]
+
+
+def both_killed(node: GuestNode, pods: list[GuestPod]) -> JSON:
     """Kill kubelet and daemon together. The pods' containers run on, and go on to open devices."""
-    before = node.wait_running(*pods)
+    before = containers(pods)
     with node.restarted_kubelet():
         former = CHECKPOINT.stat().st_mtime_ns
         shell(f"systemctl kill --signal=KILL kubelet {UNIT}")
@@ -142,19 +153,19 @@ def both_killed(node: GuestNode, pods: list[Pod]) -> JSON:
 
     # The kubelet has judged all pods of before when a new one runs.
     probe = node.started("after-both", {})
-    node.api.delete_pod(probe.name, grace=1)
+    probe.delete()
     started = "systemctl show --value -p ActiveEnterTimestampMonotonic"
     ready, kubelet = (int(shell(f"{started} {unit}")) for unit in (UNIT, "kubelet"))
     return {
-        "opened": node.next_output(pods),
-        "same": node.wait_running(*pods) == before,
+        "opened": next_output(*pods),
+        "same": containers(pods) == before,
         "daemon before kubelet": round((kubelet - ready) / 1e6, 2),
     }
 
 
-def reload(node: GuestNode, pods: list[Pod]) -> JSON:
+def reload(pods: Sequence[GuestPod]) -> JSON:
     """Reload systemd, alone and by the installation of the package again."""
-    before = node.wait_running(*pods)
+    before = containers(pods)
     found: JSON = {}
     for name, command in (
         ("daemon-reload", "systemctl daemon-reload"),
@@ -162,57 +173,52 @@ def reload(node: GuestNode, pods: list[Pod]) -> JSON:
         ("installed again", "dpkg --install --force-unsafe-io /srv/package.deb"),
     ):
         status = shell(f"{command} >/dev/null 2>&1; echo $?")
-        found[name] = {"status": status, "opened": node.next_output(pods)}
-    found["same"] = node.wait_running(*pods) == before
+        found[name] = {"status": status, "opened": next_output(*pods)}
+    found["same"] = containers(pods) == before
     return found
 
 
 def locks(node: GuestNode, name: str) -> JSON:
     """Let one container take a lock of a shared chip's, and one with its own users look for it."""
     one = node.started(f"{name}-lock", {HALF: "1"}, then=TAKE)
-    node.wait_output(one, "locked")
+    one.wait_output("locked")
     other = node.started(f"{name}-try", {HALF: "1"}, then=TRY, own_users=True)
-    output = node.wait_output(other, "opened")
+    output = other.wait_output("opened")
 
-    chips = {chip_of(node.output(pod)) for pod in (one, other)}
+    chips = {chip_of(pod.output()) for pod in (one, other)}
     node.remove(one, other)
     return {"chips": sorted(chips), "taken": "taken" in output, "output": output[:8]}
 
 
-def users(node: GuestNode, pod: Pod) -> JSON:
+def users(pod: GuestPod) -> JSON:
     """Return which users a pod with a user namespace of its own has."""
-    process = Process(node.wait_running(pod)[0])
-    return {"uid map": Path(f"/proc/{process.pid}/uid_map").read_text().split()}
+    return {"uid map": Path(f"/proc/{pod.process().pid}/uid_map").read_text().split()}
 
 
-def renumbered(node: GuestNode, pods: list[Pod]) -> JSON:
+def renumbered(pods: Sequence[GuestPod]) -> JSON:
     """Let two pods' chips exchange their numbers, and let the containers start again."""
-    before = node.wait_running(*pods)
-    [one, other] = [chip_of(node.output(pod)) for pod in pods]
+    [one, other] = [chip_of(pod.output()) for pod in pods]
     swap(one, other)
     wait_for(lambda: cdi_numbers() == device_numbers(), "the CDI file to follow")
-    for container in before:
-        Process(container).signal(signal.SIGKILL)
+    for pod in pods:
+        pod.kill()
 
     found = []
-    for pod, container in zip(pods, before, strict=True):
-        restarted = wait_for(
-            partial(restarted_or_failed, node, pod, container), partial(node.why, pod)
-        )
+    for pod in pods:
+        restarted = wait_for(partial(restarted_or_failed, pod), pod.why)
         seen: JSON = {"pod": pod.name, "restarted": restarted}
         if restarted == "running":
-            lines = node.next_output([pod])[pod.name]
-            seen |= {"lines": lines, "own file": is_own_file(node.output(pod))}
+            lines = next_output(pod)[pod.name]
+            seen |= {"lines": lines, "own file": is_own_file(pod.output())}
         found.append(seen)
     return {"numbers": device_numbers(), "pods": found}
 
 
-def restarted_or_failed(node: GuestNode, pod: Pod, former: str) -> str | None:
-    """Return "running" if another container than this one runs, or why none can be made."""
-    for state in node.status(pod).get("containerStatuses") or ():
-        identity = str(state.get("containerID")).rpartition("/")[2]
-        if "running" in state["state"] and identity != former:
-            return "running"
+def restarted_or_failed(pod: GuestPod) -> str | None:
+    """Return "running" if another container than the killed one runs, or why none can be made."""
+    if pod.is_running():
+        return "running"
+    for state in pod.status.get("containerStatuses") or ():
         for kind in ("state", "lastState"):
             for described in state.get(kind, {}).values():
                 if described.get("reason") in ("RunContainerError", "StartError"):
@@ -228,12 +234,9 @@ def private_pages(node: GuestNode) -> JSON:
         name: node.create(f"pages-{name.replace(' ', '-')}", WITH_PAGE, then=PAGE, **kind)
         for name, kind in kinds.items()
     }
-    node.wait_running(*pods.values())
-
     for name, pod in pods.items():
-        found[name] = node.wait_output(pod, "page is mapped")[:10]
-        container = Process(node.wait_running(pod)[0])
-        inside = Path(f"/proc/{container.pid}/root{PAGES}")
+        found[name] = pod.wait_output("page is mapped")[:10]
+        inside = Path(f"/proc/{pod.process().pid}/root{PAGES}")
         found[f"files of {name}"] = sorted(path.name for path in inside.iterdir())
 
     found["free"].append(free_pages())
@@ -259,7 +262,7 @@ def main() -> None:
         node.start()
         found["status"] = status_with(f"{EXCLUSIVE} × {RESOURCE}", f"1 × {HALF}", "registered")
 
-    last: list[Pod] = []
+    last: list[GuestPod] = []
     for act in (hand_over, forced, crash_loop):
         with step(act.__name__) as found:
             found |= act(node, last)
@@ -268,8 +271,8 @@ def main() -> None:
     files = [node.create("init-and-main", ONE, init=True)]
     files.append(node.create("other", ONE, own_users=True))
     with step("files") as found:
-        found |= given(node, *files)
-        found |= users(node, files[-1])
+        found |= given(*files)
+        found |= users(files[-1])
     with step("files locks") as found:
         found |= locks(node, "files")
     with step("both_killed") as found:
@@ -279,17 +282,17 @@ def main() -> None:
     configure(f'device_list_strategy = "cdi"\n{SHARING}')
     by_name = [node.create("cdi", ONE), node.create("cdi-other", ONE, own_users=True)]
     with step("cdi") as found:
-        found |= given(node, *by_name)
-        found |= users(node, by_name[-1])
+        found |= given(*by_name)
+        found |= users(by_name[-1])
     with step("cdi locks") as found:
         found |= locks(node, "cdi")
 
     with step("reload") as found:
-        found |= reload(node, files + by_name)
+        found |= reload(files + by_name)
     with step("files renumbered") as found:
-        found |= renumbered(node, files)
+        found |= renumbered(files)
     with step("cdi renumbered") as found:
-        found |= renumbered(node, by_name)
+        found |= renumbered(by_name)
 
     with step("pages") as found:
         node.remove(*files, *by_name)

@@ -10,51 +10,36 @@ import json
 import os
 import signal
 import socket
-import ssl
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.apiserver import PORT, ApiServer
-from tests.e2e.steps import JSON, UNIT, shell, wait_for
+from tests.e2e.kubeletconfig import (
+    COMMON,
+    NODE_ADDRESS,
+    NODE_NAME,
+    READ_ONLY_PORT,
+    WITH_API_SERVER,
+    kubeconfig,
+)
+from tests.e2e.pods import IMAGE, Pod, manifest
+from tests.e2e.steps import JSON, PATIENCE, UNIT, shell, wait_for
 
 CGROUPS = Path("/sys/fs/cgroup")
 CHECKPOINT = Path("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")
 CDI_FILE = Path("/run/cdi/tenstorrent.com-device.json")
 FUNCTIONS = Path("/sys/bus/pci/devices")
-IMAGE = "localhost/realkubelet/busybox:1"
 RESOURCE = "tenstorrent.com/n150"
-NODE_NAME = "node"
-NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
 POD_ADDRESS = "192.0.2.2"
 
 KUBELET = {
-    "apiVersion": "kubelet.config.k8s.io/v1beta1",
-    "kind": "KubeletConfiguration",
-    "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+    **COMMON,
+    **WITH_API_SERVER,
     "cgroupDriver": "systemd",
-    "failSwapOn": False,
-    "address": "127.0.0.1",
-    "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-    "authorization": {"mode": "AlwaysAllow"},
-    "registerNode": True,
-    "contentType": "application/json",
-    "enableControllerAttachDetach": False,
-    "makeIPTablesUtilChains": False,
-    "resolvConf": "",
     "runtimeRequestTimeout": "15m",  # this machine is slow
-    # A pod is not refused because the disk is small.
-    "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%"},
-}
-KUBECONFIG = {
-    "apiVersion": "v1",
-    "kind": "Config",
-    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{PORT}"}}],
-    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
-    "current-context": "c",
 }
 CONTAINERD = f"""
 version = 3
@@ -100,10 +85,104 @@ done
 """
 
 
-@dataclass(frozen=True)
-class Pod:
-    name: str
-    uid: str
+class Process:
+    """The first process of a running container."""
+
+    def __init__(self, container: str) -> None:
+        [cgroup] = CGROUPS.glob(f"kubepods*/**/*{container}*/")
+        self.cgroup = str(cgroup.relative_to(CGROUPS))
+        self.pid = int((cgroup / "cgroup.procs").read_text().split()[0])
+
+    @property
+    def exists(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    @property
+    def started_at(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5), starttime
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+class GuestPod(Pod):
+    """A pod of the node."""
+
+    patience = PATIENCE
+
+    def __init__(self, api: ApiServer, name: str) -> None:
+        found = api.pod(name)
+        assert found, f"there is no pod {name}"
+        super().__init__(name, found["metadata"]["uid"])
+        self._api = api
+
+    def read(self) -> JSON | None:
+        return self._api.pod(self.name)
+
+    @property
+    def logs(self) -> Path:
+        return Path("/var/log/pods")
+
+    # Its end
+
+    def delete(self) -> None:
+        """Delete the pod in an orderly manner, and do not wait."""
+        self._api.delete_pod(self.name, grace=1)
+
+    def wait_deleted(self) -> None:
+        """Wait until the pod's object has gone."""
+        wait_for(lambda: self.read() is None, lambda: f"the end of {self.why()}")
+
+    def wait_ended(self) -> None:
+        """Wait until the pod's cgroup has gone."""
+        wait_for(lambda: self.cgroup() is None, lambda: f"the end of {self.why()}")
+
+    def force_delete(self) -> None:
+        """Delete the pod's object, and wait until the kubelet has forgotten it. It runs on."""
+        self._api.delete_pod(self.name)
+        wait_for(lambda: self.name not in _kubelets_pods(), f"the kubelet to forget {self.name}")
+
+    # Its container
+
+    def cgroup(self) -> Path | None:
+        """Return the pod's cgroup; the beginning of its name is that of its class of service."""
+        # Unlike glob(), os.walk() goes on if a directory is removed meanwhile.
+        for path, _, _ in os.walk(CGROUPS / "kubepods.slice"):
+            if path.endswith(f"-pod{self.uid.replace('-', '_')}.slice"):
+                return Path(path)
+        return None
+
+    def process(self) -> Process:
+        """Wait until the pod runs; return its container's first process."""
+        self.wait_running()
+        return Process(self.containers()["main"])
+
+    def kill(self) -> None:
+        """Kill the container; `wait_running` then waits for another one."""
+        process = self.process()
+        self.forget_containers()
+        process.signal(signal.SIGKILL)
+
+    def wait_output(self, *texts: str) -> list[str]:
+        """Wait until the output has each of these texts; return its lines."""
+
+        def written() -> list[str] | None:
+            lines = self.output()
+            return lines if all(any(text in line for line in lines) for text in texts) else None
+
+        return wait_for(written, lambda: f"{texts} of {self.why()}")
+
+
+def next_output(*pods: GuestPod, lines: int = 2) -> dict[str, list[str]]:
+    """Wait until each of these pods has written so many more lines; return those by name."""
+    before = {pod: len(pod.output()) for pod in pods}
+
+    def written(pod: GuestPod) -> list[str] | None:
+        more = pod.output()[before[pod] :]
+        return more if len(more) >= lines else None
+
+    return {pod.name: wait_for(partial(written, pod), pod.why) for pod in pods}
 
 
 class GuestNode:
@@ -116,7 +195,7 @@ class GuestNode:
         shell(f"busybox ip address add {NODE_ADDRESS}/32 dev lo")
 
         _write("/etc/kubernetes/kubelet.json", json.dumps(KUBELET, indent=1))
-        _write("/etc/kubernetes/kubeconfig", json.dumps(KUBECONFIG))
+        _write("/etc/kubernetes/kubeconfig", json.dumps(kubeconfig(f"http://127.0.0.1:{PORT}")))
         _write("/etc/containerd/config.toml", CONTAINERD)
         _write("/etc/cni/net.d/10-none.conflist", json.dumps(NETWORK))
         for name in ("none", "loopback"):  # containerd calls the other one for lo
@@ -170,162 +249,44 @@ class GuestNode:
         *,
         then: str = "",
         stubborn: bool = False,
-        user: int | None = None,
         own_users: bool = False,
         init: bool = False,
-        once: bool = False,
-        grace: int = 1,
-    ) -> Pod:
+        **others: Any,
+    ) -> GuestPod:
         """Create a pod whose container asks for these resources.
 
-        then: what the script does before it opens devices; stubborn: it ignores SIGTERM; user: the
-        container's; own_users: the pod has a user namespace; init: an init container has the
-        resources before it; once: it is not started again.
+        then: what the script does before it opens devices; stubborn: it ignores SIGTERM; own_users:
+        the pod has a user namespace; init: an init container has the resources before it; others:
+        of pods.manifest().
         """
         term = "''" if stubborn else "'exit 0'"
-        container: JSON = {"image": IMAGE, "imagePullPolicy": "Never"}
-        container["resources"] = {"limits": resources}
-        filled = OPEN.replace("{term}", term).replace("{then}", then)
-        command = ["sh", "-c", filled]
+        command = ["sh", "-c", OPEN.replace("{term}", term).replace("{then}", then)]
+        described = manifest(resources, name=name, command=command, **others)
 
-        spec: JSON = {
-            "restartPolicy": "Never" if once else "Always",
-            "terminationGracePeriodSeconds": grace,
-            "enableServiceLinks": False,
-            "automountServiceAccountToken": False,
-            "containers": [container | {"name": "main", "command": command}],
-        }
-        spec |= {"hostUsers": False} if own_users else {"hostNetwork": True}
-        if user is not None:
-            spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
+        spec = described["spec"]
+        if own_users:
+            spec |= {"hostUsers": False, "hostNetwork": False}
         if init:
-            spec["initContainers"] = [container | {"name": "init", "command": ["true"]}]
+            spec["initContainers"] = [spec["containers"][0] | {"name": "init", "command": ["true"]}]
 
-        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
-        self.api.add_pod(manifest, NODE_NAME)
-        return Pod(name, self._object(name)["metadata"]["uid"])
+        self.api.add_pod(described, NODE_NAME)
+        return GuestPod(self.api, name)
 
-    def _object(self, name: str) -> JSON:
-        return self.api.pod(name) or {"metadata": {"uid": ""}, "status": {}}
-
-    def status(self, pod: Pod) -> JSON:
-        return dict(self._object(pod.name)["status"])
-
-    def why(self, pod: Pod) -> str:
-        return f"pod {pod.name}, which is {self.status(pod)}; it wrote {self.output(pod)[-5:]}"
-
-    def container(self, pod: Pod) -> str | None:
-        """Return the ID of a pod's container, if it runs."""
-        status = self.status(pod)
-        assert status.get("phase") != "Failed", self.why(pod)
-        for state in status.get("containerStatuses") or ():
-            if "running" in state["state"]:
-                return str(state["containerID"]).rpartition("/")[2]
-        return None
-
-    def wait_running(self, *pods: Pod) -> list[str]:
-        """Wait until these pods' containers run; return their IDs."""
-
-        def found(pod: Pod) -> str:
-            return wait_for(lambda: self.container(pod), lambda: self.why(pod))
-
-        return [found(pod) for pod in pods]
-
-    def started(self, name: str, resources: JSON, **others: object) -> Pod:
+    def started(self, name: str, resources: JSON, **others: Any) -> GuestPod:
         """Create a pod, and wait until it runs; others: of create()."""
-        pod = self.create(name, resources, **others)  # type: ignore[arg-type]
-        self.wait_running(pod)
+        pod = self.create(name, resources, **others)
+        pod.wait_running()
         return pod
 
-    def wait_restarted(self, pod: Pod, former: str) -> str:
-        """Wait until another container than this one runs; return its ID."""
-
-        def other() -> str | None:
-            found = self.container(pod)
-            return found if found != former else None
-
-        return wait_for(other, lambda: self.why(pod))
-
-    def delete(self, pod: Pod) -> None:
-        """Delete a pod in an orderly manner, and wait until its object has gone."""
-        self.api.delete_pod(pod.name, grace=1)
-        wait_for(lambda: self.api.pod(pod.name) is None, lambda: f"the end of {self.why(pod)}")
-
-    def remove(self, *pods: Pod) -> None:
+    def remove(self, *pods: GuestPod) -> None:
         """Delete pods in an orderly manner, and wait until their cgroups have gone."""
         for pod in pods:
-            self.api.delete_pod(pod.name, grace=1)
-        names = [pod.name for pod in pods]
-        wait_for(lambda: not any(map(cgroup_of, pods)), f"the end of {names}")
-
-    def force_delete(self, pod: Pod) -> None:
-        """Delete a pod's object; wait until the kubelet knows it no longer: its container runs."""
-        self.api.delete_pod(pod.name)
-
-        def is_forgotten() -> bool:
-            time.sleep(0.5)  # its encrypted answers cost the emulated processor much
-            return pod.name not in _kubelets_pods()
-
-        wait_for(is_forgotten, f"the kubelet to forget {pod.name}")
-
-    def output(self, pod: Pod) -> list[str]:
-        """Return the lines that a pod's container has written, also of former containers."""
-        place = Path(f"/var/log/pods/default_{pod.name}_{pod.uid}/main")
-        files = sorted(place.glob("*.log"), key=lambda file: int(file.stem))
-        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
-
-    def wait_output(self, pod: Pod, *texts: str) -> list[str]:
-        """Wait until a pod's output has each of these texts; return its lines."""
-
-        def written() -> list[str] | None:
-            lines = self.output(pod)
-            return lines if all(any(text in line for line in lines) for text in texts) else None
-
-        return wait_for(written, lambda: f"{texts} of {self.why(pod)}")
-
-    def next_output(self, pods: Sequence[Pod], lines: int = 2) -> dict[str, list[str]]:
-        """Wait until each of these pods has written so many more lines; return those."""
-        before = {pod: len(self.output(pod)) for pod in pods}
-
-        def written(pod: Pod) -> list[str] | None:
-            more = self.output(pod)[before[pod] :]
-            return more if len(more) >= lines else None
-
-        return {pod.name: wait_for(partial(written, pod), partial(self.why, pod)) for pod in pods}
+            pod.delete()
+        for pod in pods:
+            pod.wait_ended()
 
 
 # --- What the kernel shows ------------------------------------------------------------------------
-
-
-def cgroup_of(pod: Pod) -> Path | None:
-    """Return a pod's cgroup; the beginning of its name is that of its class of service."""
-    # Unlike glob(), os.walk() goes on if a directory is removed meanwhile.
-    for path, _, _ in os.walk(CGROUPS / "kubepods.slice"):
-        if path.endswith(f"-pod{pod.uid.replace('-', '_')}.slice"):
-            return Path(path)
-    return None
-
-
-class Process:
-    """The first process of a running container."""
-
-    def __init__(self, container: str) -> None:
-        [cgroup] = CGROUPS.glob(f"kubepods*/**/*{container}*/")
-        self.cgroup = str(cgroup.relative_to(CGROUPS))
-        self.pid = int((cgroup / "cgroup.procs").read_text().split()[0])
-
-    @property
-    def exists(self) -> bool:
-        return Path(f"/proc/{self.pid}").exists()
-
-    @property
-    def started_at(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5), starttime
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
 
 
 def device_numbers() -> dict[str, str]:
@@ -392,8 +353,7 @@ def waits() -> int:
 
 
 def _kubelets_pods() -> set[str]:
-    context = ssl._create_unverified_context()  # it signed its certificate itself
-    with urllib.request.urlopen("https://127.0.0.1:10250/pods", context=context) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{READ_ONLY_PORT}/pods") as answer:
         listed = json.load(answer)
     return {pod["metadata"]["name"] for pod in listed.get("items") or ()}
 

@@ -16,42 +16,30 @@ import grpc
 
 from generated import podresources_pb2, podresources_pb2_grpc
 from tests.e2e.builds import build_kubelet
-from tests.e2e.containerd import Containerd
-from tests.e2e.machine import NODE_ADDRESS, NODE_NAME, Machine, Process, tail
+from tests.e2e.kubeletconfig import (
+    COMMON,
+    NODE_ADDRESS,
+    NODE_NAME,
+    READ_ONLY_PORT,
+    WITH_API_SERVER,
+    kubeconfig,
+)
+from tests.e2e.machine import Machine, Process, tail
 from tests.e2e.steps import JSON
 from tests.world.checkpoint import CHECKPOINT
 from tests.world.processes import wait_until
-
-PORT = 10255  # without TLS: handshakes of whoever polls would cost much
 
 
 def _configuration(version: str, machine: Machine) -> JSON:
     """Return the KubeletConfiguration of a kubelet without API server."""
     config: JSON = {
-        "apiVersion": "kubelet.config.k8s.io/v1beta1",
-        "kind": "KubeletConfiguration",
-        "containerRuntimeEndpoint": f"unix://{Containerd.SOCKET}",
+        **COMMON,
         "staticPodPath": str(machine.scratch / "manifests"),
         "fileCheckFrequency": "1s",
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": machine.cgroup,
-        "failSwapOn": False,
-        # Reached by nobody but this harness: the loopback device is the machine's own.
-        "address": "127.0.0.1",
-        "readOnlyPort": PORT,
-        "healthzPort": 0,
-        "authentication": {"webhook": {"enabled": False}},
-        "authorization": {"mode": "AlwaysAllow"},
         "registerNode": False,
-        "enableControllerAttachDetach": False,
-        "makeIPTablesUtilChains": False,
-        "resolvConf": "",
-        # However full the disk is, pods are not refused and images not removed for that.
-        "imageGCHighThresholdPercent": 100,
-        "imageGCLowThresholdPercent": 99,
     }
-    signals = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
-    config["evictionHard"] = dict.fromkeys([*signals, "imagefs.inodesFree"], "0%")
 
     has_v1 = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
     if int(version.split(".")[1]) >= 31 and has_v1:
@@ -79,7 +67,7 @@ class Kubelet:
         self._api_server = api_server
         self._config = _configuration(version, machine)
         if api_server is not None:
-            self._config |= {"registerNode": True, "contentType": "application/json"}
+            self._config |= WITH_API_SERVER
         self._config |= config or {}
 
         self._manifests = Path(self._config["staticPodPath"])
@@ -122,16 +110,9 @@ class Kubelet:
     def _flags(self) -> list[str]:
         if self._api_server is None:
             return []
-        kubeconfig = self._machine.scratch / "kubeconfig"
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "c", "cluster": {"server": self._api_server}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
-            "current-context": "c",
-        }
-        kubeconfig.write_text(json.dumps(config))
-        return [f"--kubeconfig={kubeconfig}", f"--node-ip={NODE_ADDRESS}"]
+        file = self._machine.scratch / "kubeconfig"
+        file.write_text(json.dumps(kubeconfig(self._api_server)))
+        return [f"--kubeconfig={file}", f"--node-ip={NODE_ADDRESS}"]
 
     def _ready(self) -> bool:
         """Return whether it answers on its port and takes registrations."""
@@ -178,8 +159,8 @@ class Kubelet:
 
     def _get(self, path: str) -> bytes:
         """GET a path of its read-only port."""
-        with self._machine.connect(PORT) as connected:
-            connection = http.client.HTTPConnection("127.0.0.1", PORT)
+        with self._machine.connect(READ_ONLY_PORT) as connected:
+            connection = http.client.HTTPConnection("127.0.0.1", READ_ONLY_PORT)
             connection.sock = connected
             connection.request("GET", path)
             return connection.getresponse().read()

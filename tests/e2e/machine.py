@@ -24,18 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# These are also imported from here.
-from tests.e2e.builds import VERSIONS as VERSIONS
-from tests.e2e.builds import build_kubelet as build_kubelet
-from tests.e2e.builds import kubelet_path as kubelet_path
-from tests.e2e.builds import main
-from tests.e2e.images import busybox_layer as busybox_layer
-from tests.e2e.images import image_archive as image_archive
-from tests.e2e.pods import IMAGE as IMAGE
+from tests.e2e.kubeletconfig import NODE_ADDRESS, NODE_NAME
 from tests.world.processes import PATIENCE, wait_until
-
-NODE_NAME = "node"
-NODE_ADDRESS = "192.0.2.1"  # TEST-NET-1: a kubelet takes none of the loopback range
 
 PREFIX = "ttdp-node-"
 HUNG = 300.0  # seconds after which a command will not end
@@ -339,7 +329,3 @@ def _removed(cgroup: Path) -> bool:
     except OSError:  # busy for the moment in which the kernel still takes its last processes apart
         return False
     return True
-
-
-if __name__ == "__main__":
-    main()

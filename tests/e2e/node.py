@@ -23,7 +23,8 @@ from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.containerd import Containerd
 from tests.e2e.daemon import FORBIDDEN, OPENABLE, Site
 from tests.e2e.kubelet import Kubelet
-from tests.e2e.machine import NODE_NAME, tail
+from tests.e2e.kubeletconfig import NODE_NAME
+from tests.e2e.machine import tail
 from tests.e2e.pods import Pod, manifest
 from tests.e2e.steps import JSON
 from tests.world.node import SimulatedNode
