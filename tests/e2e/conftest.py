@@ -13,7 +13,8 @@ need root. What they are made of, from below:
     ward.py        Ward: a Node of whose pods is known what they have open (openers.py)
     readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
     container.py   a booted Debian; host.py: with the package
-    vm.py          a virtual machine; guest.py and guestnode.py run in it
+    vm.py          a virtual machine; scripts with steps.py and guestnode.py run in it
+    kubeletconfig.py, remote_kubelet.py    what nodes, guests and containers have in common
 """
 
 from __future__ import annotations
