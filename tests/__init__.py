@@ -64,7 +64,7 @@ Helpers:
     world/reference.py plugins that are not ours
     world/book.py      a book of holds, with a checkpoint, cgroups and a clock
     world/data/        recordings of the real driver, which test_node compares the node with
-    e2e/conftest.py    its map: machines, nodes with a real kubelet, booted Debians, virtual machines
+    e2e/conftest.py    the map of e2e: nodes with a real kubelet, booted Debians, guests
     bench.py, soak.py  costs and leaks; demo.py: what make demo shows
 
 A test of the daemon in this process begins like this one. It waits for a condition, with
