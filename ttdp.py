@@ -3152,9 +3152,14 @@ class Directories:
         unnamed = present - named
         if not unnamed:
             return unnamed
+
         # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
-        in_use = set(map(_file_identity, named))
-        return {path for path in unnamed if _file_identity(path) not in in_use}
+        parents = {dirname(path) for path in (*named, *unnamed)}
+        identities = {parent: _file_identity(parent) for parent in parents}
+        in_use = {(identities[dirname(path)], basename(path)) for path in named}
+        return {
+            path for path in unnamed if (identities[dirname(path)], basename(path)) not in in_use
+        }
 
     def clear(
         self,

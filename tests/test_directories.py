@@ -463,11 +463,11 @@ def test_a_named_directory_that_cannot_be_looked_at_keeps_no_other_from_being_re
 ) -> None:
     """An answer can name a path on a file system that has failed since."""
     fill(parent, former=1)
-    failed = parent.parent / "failed"
+    failed = parent.parent / "failed/x"
     genuine = os.lstat
 
     def lstat(path: Any, **keywords: Any) -> os.stat_result:
-        if path == str(failed):
+        if path == str(failed.parent):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         return genuine(path, **keywords)
 
