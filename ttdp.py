@@ -334,7 +334,8 @@ def _to_selection(value: Any) -> Any:
     """Return a selection as settings have it: PCI addresses in lower case, as sysfs has them."""
     if not isinstance(value, list):
         return value
-    return tuple(str(each).lower() if ":" in str(each) else str(each) for each in value)
+    # A board's ID stays as its firmware has it.
+    return tuple(text.lower() if ":" in text else text for text in map(str, value))
 
 
 def _one_of(choices: tuple[str, ...], help: str) -> Key:

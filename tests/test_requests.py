@@ -174,6 +174,19 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     assert {*results} == {"answered", "refused"}
 
 
+def looks_for_links(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the address is added each time that a chip's link is looked for."""
+    looks: list[str] = []
+    genuine = ttdp.link_path
+
+    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
+        looks.append(function.bdf)
+        return genuine(settings, function)
+
+    monkeypatch.setattr(ttdp, "link_path", look)
+    return looks
+
+
 async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -186,13 +199,6 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     (old,) = plugin_sockets(directory)
     link = chip.by_pci.rename(node.root / "link")
 
-    looks: list[str] = []
-    genuine = ttdp.link_path
-
-    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
-        looks.append(function.bdf)
-        return genuine(settings, function)
-
     async def is_granted(socket_name: str) -> bool:
         async with client(directory, socket_name) as stub:
             try:
@@ -201,7 +207,7 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
                 return False
             return True
 
-    monkeypatch.setattr(ttdp, "link_path", look)
+    looks = looks_for_links(monkeypatch)
 
     first = asyncio.create_task(is_granted(old))
     await until(lambda: looks)
@@ -225,14 +231,7 @@ async def test_an_answer_has_the_settings_of_one_moment(
     Path(daemon.settings.cdi_dir).mkdir()
     await kubelet.registered(N150)
     link = chip.by_pci.rename(node.root / "link")
-    looks: list[str] = []
-    genuine = ttdp.link_path
-
-    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
-        looks.append(function.bdf)
-        return genuine(settings, function)
-
-    monkeypatch.setattr(ttdp, "link_path", look)
+    looks = looks_for_links(monkeypatch)
 
     admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
     await until(lambda: looks)
