@@ -2895,11 +2895,12 @@ class HoldBook:
             held[hold.resource] |= hold.ids
         return {name for name, ids in self._strange.items() if not ids <= held[name]}
 
-    def apply_names(self, listed: PodNames) -> None:
-        """Record the pods' names that the kubelet has listed.
+    def apply_names(self, listed: PodNames, asked: Collection[str]) -> None:
+        """Record the names of these pods, given by their UIDs, as the kubelet has listed them.
 
-        A known name stays: the kubelet's answer can be newer than its checkpoint, and have another
-        pod already for the devices of one that was deleted by force.
+        It lists who has a device now. If a pod was deleted by force, that can be the next one,
+        while the checkpoint does not have it yet, or has it only since the kubelet was asked. So a
+        known name stays, and an ID that was given away since the checkpoint's answer has no name.
         """
         pods = defaultdict(set)
         for hold in self._checkpoint.holds:
@@ -2907,13 +2908,26 @@ class HoldBook:
                 pods[hold.resource, device_id, hold.container].add(hold.pod)
 
         names = dict(self.names)
-        for key, holders in pods.items():
+        for (resource, device_id, container), holders in pods.items():
             unnamed = holders - names.keys()
             taken = {names[pod] for pod in holders - unnamed}
-            possible = {*listed.get(key, ())} - taken
-            if len(unnamed) == len(possible) == 1:  # else it is not known which is whose
-                names[unnamed.pop()] = possible.pop()
+            possible = {*listed.get((resource, device_id, container), ())} - taken
+            if len(unnamed) != 1 or len(possible) != 1:
+                continue  # it is not known which is whose
+
+            pod = unnamed.pop()
+            if pod in asked and pod == self._last_pod(resource, device_id):
+                names[pod] = possible.pop()
         self.names = names
+
+    def _last_pod(self, resource: str, device_id: str) -> str:
+        """Return the pod of the last answer with an ID; empty while no checkpoint has named it."""
+        last: HoldState | None = None
+        for state in self._states.values():
+            has_id = state.hold.resource == resource and device_id in state.hold.ids
+            if has_id and (last is None or (state.answered_at or 0.0) >= (last.answered_at or 0.0)):
+                last = state
+        return last.hold.pod if last else ""
 
     def to_saved(self) -> list[Json]:
         return [state.to_saved() for state in self._states.values()]
@@ -6083,19 +6097,20 @@ NAMES_TIMEOUT = 1.0  # seconds
 class PodResources:
     """Asks the kubelet for the names of pods."""
 
-    def __init__(self, apply: Callable[[PodNames], None]) -> None:
+    def __init__(self, apply: Callable[[PodNames, Collection[str]], None]) -> None:
+        """`apply`: takes what the kubelet has listed, and the pods for which it was asked."""
         self._apply = apply
         self._task: Task | None = None
         self._has_failed = False  # the last question; of failures in a row the first is logged
 
-    def ask(self, path: str) -> None:
-        """Ask the kubelet at this socket, unless a question is under way."""
+    def ask(self, path: str, pods: Collection[str]) -> None:
+        """Ask the kubelet at this socket for pods' names, unless a question is under way."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask(path))
+            self._task = asyncio.create_task(self._ask(path, pods))
 
-    async def _ask(self, path: str) -> None:
+    async def _ask(self, path: str, pods: Collection[str]) -> None:
         try:
-            self._apply(await list_pods(path))
+            self._apply(await list_pods(path), pods)
             self._has_failed = False
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
@@ -6711,10 +6726,10 @@ class Daemon:
         """Ask for the names of pods, if that of a hold's pod is not known."""
         pods = {hold.pod for hold in decision.holds} - {""}
         if pods - self.host.holds.names.keys():
-            self._pod_resources.ask(self.host.settings.pod_resources_socket)
+            self._pod_resources.ask(self.host.settings.pod_resources_socket, pods)
 
-    def _apply_names(self, names: PodNames) -> None:
-        self.host.holds.apply_names(names)
+    def _apply_names(self, names: PodNames, asked: Collection[str]) -> None:
+        self.host.holds.apply_names(names, asked)
         self._wake.set()
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
@@ -7183,7 +7198,8 @@ async def look_once(settings: Settings) -> View:
     with suppress(OSError):  # not root
         host.refresh_holds(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
-        host.holds.apply_names(await list_pods(settings.pod_resources_socket))
+        pods = {hold.pod for hold in host.holds.current(monotonic())}
+        host.holds.apply_names(await list_pods(settings.pod_resources_socket), pods)
 
     view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
     return view

@@ -43,6 +43,7 @@ from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Settings, SharedResource, Sharing
 
 POLLS = 200  # of the daemon, until everything must be in line; each takes 0.1 s at least
+LATEST = 100  # events of the kubelet, shown after a failure: timing is not the seed's alone
 CARDS = ("p300c", "n150", "p300c", "p150a")
 CHIPS = [pure_chip(bus, CARDS[bus // 2], serial=f"{bus // 2}") for bus in range(2 * len(CARDS))]
 HURRIED = patch.multiple(  # seconds: answers are old sooner, metrics are written at each poll
@@ -379,6 +380,7 @@ async def run_fuzz(seed: int, steps: int = sys.maxsize, seconds: float = inf) ->
             try:
                 await take_steps(world, steps, seconds)
             except Exception as error:
+                print(*(event.line() for event in world.kubelet.events[-LATEST:]), sep="\n")
                 print(f"FAIL  {dict(world.counts)}: {error!r}; again: make fuzz SEED={seed}")
                 return 1
             finally:

@@ -184,7 +184,7 @@ def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     written_and_started(world)
     world.look()
 
-    world.book.apply_names({(N150, A, "main"): {"default/train"}})
+    world.book.apply_names({(N150, A, "main"): {"default/train"}}, {FIRST})
     assert world.book.names == {FIRST: "default/train"}
 
     world.write()
@@ -422,15 +422,48 @@ def test_a_pods_name_is_recorded_if_it_is_known_which_pods_it_is(world: BookWorl
     world.look()
 
     names = {(N150, A, "main"): {"default/one", "default/other"}}
-    world.book.apply_names(names)
+    world.book.apply_names(names, {FIRST, SECOND})
     assert not world.book.names
 
     world.book.names = {FIRST: "default/one"}
-    world.book.apply_names(names)
+    world.book.apply_names(names, {FIRST, SECOND})
     assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
 
-    world.book.apply_names({(N150, A, "main"): {"default/next"}})
+    world.book.apply_names({(N150, A, "main"): {"default/next"}}, {FIRST, SECOND})
     assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
+
+
+def test_a_pod_does_not_get_the_name_of_the_next_one(world: BookWorld) -> None:
+    """One that is deleted by force, runs on, and has no name yet: the kubelet lists its successor.
+
+    Later the checkpoint, too, has the successor, whose name can be in the next answer only.
+    """
+    names = {(N150, A, "main"): {"default/next"}}
+    world.run(entry())
+    world.now += 1
+    world.answer(entry(pod=SECOND))
+
+    world.book.apply_names(names, {FIRST})
+    assert not world.book.names
+
+    world.write(entry(pod=SECOND))
+    world.look()
+    world.book.apply_names({(N150, A, "main"): {"default/first"}}, {FIRST})
+    assert not world.book.names
+
+    world.book.apply_names(names, {FIRST, SECOND})
+    assert world.book.names == {SECOND: "default/next"}
+
+
+def test_an_answer_that_was_refused_leaves_the_next_pod_its_name(world: BookWorld) -> None:
+    """The refused pod's answer, which no checkpoint will name, is older."""
+    world.answer(entry(container="refused"))
+    world.now += 1
+    world.run(entry(pod=SECOND))
+
+    world.book.apply_names({(N150, A, "main"): {"default/train"}}, {SECOND})
+
+    assert world.book.names == {SECOND: "default/train"}
 
 
 def test_a_start_before_its_answer_was_written_is_that_pods(world: BookWorld) -> None:
