@@ -656,9 +656,9 @@ async def test_the_service_ends_before_the_answer(host: Mended) -> None:
 
 
 async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
-    """And its pod; both pods have to be started again."""
-    chip, other = await host.add("p300c")
-    await host.admit(P300, "train-0", "train-1")
+    """That of its own board, and its pod; both pods have to be started again."""
+    *_, chip, other = await host.add("p300c", "p300c")
+    await host.admit(P300, "train-0", "train-1", "train-2", "train-3")
     chip.die()
     await host.shows(chip, Kind.NO_RESPONSE)
 
