@@ -171,6 +171,21 @@ async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, start: StartD
     assert not daemon.notified("WATCHDOG=1")
 
 
+async def test_the_loop_has_pauses_while_a_container_starts(
+    node: SimulatedNode, start: StartDaemon
+) -> None:
+    """It looks at pods ten times a second then, beside its polls."""
+    node.add("n150")
+    daemon = await start(WATCHDOG)
+    await ready(daemon)
+
+    with daemon.daemon.host.looking_often():
+        daemon.forget_notes()
+        await polls(daemon, 4)  # a second
+
+    assert 4 <= daemon.notes.count("WATCHDOG=1") < 40
+
+
 async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
