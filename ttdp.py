@@ -2895,8 +2895,8 @@ class HoldBook:
             held[hold.resource] |= hold.ids
         return {name for name, ids in self._strange.items() if not ids <= held[name]}
 
-    def apply_names(self, listed: PodNames, asked: Collection[str]) -> None:
-        """Record the names of these pods, given by their UIDs, as the kubelet has listed them.
+    def apply_names(self, listed: PodNames, asked: Collection[HoldKey]) -> None:
+        """Record the names of pods, as the kubelet has listed them when these holds were current.
 
         It lists who has a device now. If a pod was deleted by force, that can be the next one,
         while the checkpoint does not have it yet, or has it only since the kubelet was asked. So a
@@ -2915,19 +2915,20 @@ class HoldBook:
             if len(unnamed) != 1 or len(possible) != 1:
                 continue  # it is not known which is whose
 
-            pod = unnamed.pop()
-            if pod in asked and pod == self._last_pod(resource, device_id):
-                names[pod] = possible.pop()
+            (pod,) = unnamed
+            last = self._last_hold(resource, device_id)
+            if last and last.pod == pod and last.key in asked:
+                (names[pod],) = possible
         self.names = names
 
-    def _last_pod(self, resource: str, device_id: str) -> str:
-        """Return the pod of the last answer with an ID; empty while no checkpoint has named it."""
+    def _last_hold(self, resource: str, device_id: str) -> Hold | None:
+        """Return the hold of the last answer with an ID."""
         last: HoldState | None = None
         for state in self._states.values():
             has_id = state.hold.resource == resource and device_id in state.hold.ids
             if has_id and (last is None or (state.answered_at or 0.0) >= (last.answered_at or 0.0)):
                 last = state
-        return last.hold.pod if last else ""
+        return last.hold if last else None
 
     def to_saved(self) -> list[Json]:
         return [state.to_saved() for state in self._states.values()]
@@ -6097,20 +6098,20 @@ NAMES_TIMEOUT = 1.0  # seconds
 class PodResources:
     """Asks the kubelet for the names of pods."""
 
-    def __init__(self, apply: Callable[[PodNames, Collection[str]], None]) -> None:
-        """`apply`: takes what the kubelet has listed, and the pods for which it was asked."""
+    def __init__(self, apply: Callable[[PodNames, Collection[HoldKey]], None]) -> None:
+        """`apply`: takes what the kubelet has listed, and the holds when it was asked."""
         self._apply = apply
         self._task: Task | None = None
         self._has_failed = False  # the last question; of failures in a row the first is logged
 
-    def ask(self, path: str, pods: Collection[str]) -> None:
+    def ask(self, path: str, holds: Collection[HoldKey]) -> None:
         """Ask the kubelet at this socket for pods' names, unless a question is under way."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask(path, pods))
+            self._task = asyncio.create_task(self._ask(path, holds))
 
-    async def _ask(self, path: str, pods: Collection[str]) -> None:
+    async def _ask(self, path: str, holds: Collection[HoldKey]) -> None:
         try:
-            self._apply(await list_pods(path), pods)
+            self._apply(await list_pods(path), holds)
             self._has_failed = False
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
@@ -6726,9 +6727,10 @@ class Daemon:
         """Ask for the names of pods, if that of a hold's pod is not known."""
         pods = {hold.pod for hold in decision.holds} - {""}
         if pods - self.host.holds.names.keys():
-            self._pod_resources.ask(self.host.settings.pod_resources_socket, pods)
+            holds = {hold.key for hold in decision.holds}
+            self._pod_resources.ask(self.host.settings.pod_resources_socket, holds)
 
-    def _apply_names(self, names: PodNames, asked: Collection[str]) -> None:
+    def _apply_names(self, names: PodNames, asked: Collection[HoldKey]) -> None:
         self.host.holds.apply_names(names, asked)
         self._wake.set()
 
@@ -7198,8 +7200,8 @@ async def look_once(settings: Settings) -> View:
     with suppress(OSError):  # not root
         host.refresh_holds(monotonic(), look=True)
     with suppress(grpc.aio.AioRpcError, DecodeError):
-        pods = {hold.pod for hold in host.holds.current(monotonic())}
-        host.holds.apply_names(await list_pods(settings.pod_resources_socket), pods)
+        holds = {hold.key for hold in host.holds.current(monotonic())}
+        host.holds.apply_names(await list_pods(settings.pod_resources_socket), holds)
 
     view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
     return view

@@ -184,7 +184,7 @@ def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:
     written_and_started(world)
     world.look()
 
-    world.book.apply_names({(N150, A, "main"): {"default/train"}}, {FIRST})
+    world.book.apply_names({(N150, A, "main"): {"default/train"}}, world.keys())
     assert world.book.names == {FIRST: "default/train"}
 
     world.write()
@@ -422,14 +422,14 @@ def test_a_pods_name_is_recorded_if_it_is_known_which_pods_it_is(world: BookWorl
     world.look()
 
     names = {(N150, A, "main"): {"default/one", "default/other"}}
-    world.book.apply_names(names, {FIRST, SECOND})
+    world.book.apply_names(names, world.keys())
     assert not world.book.names
 
     world.book.names = {FIRST: "default/one"}
-    world.book.apply_names(names, {FIRST, SECOND})
+    world.book.apply_names(names, world.keys())
     assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
 
-    world.book.apply_names({(N150, A, "main"): {"default/next"}}, {FIRST, SECOND})
+    world.book.apply_names({(N150, A, "main"): {"default/next"}}, world.keys())
     assert world.book.names == {FIRST: "default/one", SECOND: "default/other"}
 
 
@@ -443,15 +443,16 @@ def test_a_pod_does_not_get_the_name_of_the_next_one(world: BookWorld) -> None:
     world.now += 1
     world.answer(entry(pod=SECOND))
 
-    world.book.apply_names(names, {FIRST})
+    asked = world.keys()
+    world.book.apply_names(names, asked)
     assert not world.book.names
 
     world.write(entry(pod=SECOND))
     world.look()
-    world.book.apply_names({(N150, A, "main"): {"default/first"}}, {FIRST})
+    world.book.apply_names({(N150, A, "main"): {"default/first"}}, asked)
     assert not world.book.names
 
-    world.book.apply_names(names, {FIRST, SECOND})
+    world.book.apply_names(names, world.keys())
     assert world.book.names == {SECOND: "default/next"}
 
 
@@ -461,7 +462,7 @@ def test_an_answer_that_was_refused_leaves_the_next_pod_its_name(world: BookWorl
     world.now += 1
     world.run(entry(pod=SECOND))
 
-    world.book.apply_names({(N150, A, "main"): {"default/train"}}, {SECOND})
+    world.book.apply_names({(N150, A, "main"): {"default/train"}}, world.keys())
 
     assert world.book.names == {SECOND: "default/train"}
 

@@ -122,6 +122,7 @@ class Pod:
 
 
 Move = tuple[float, str, Callable[[], object]]  # with its weight
+Listed = tuple[dict[tuple[str, str, str], set[str]], set[ttdp.HoldKey]]  # and for which holds
 
 
 class Node:
@@ -151,6 +152,7 @@ class Node:
         self.pods, self.memory, self.written = [], [], []
         self.unwritten_since: float | None = None
         self.older: bytes | None = None  # that lacks the pod which was admitted last
+        self.listed: Listed | None = None  # the kubelet's answer, which is under way
         self.numbers = itertools.count()
         self.owners: dict[str, Pod] = {}  # by the name of an answer
         self.write()
@@ -168,6 +170,7 @@ class Node:
         self.what_a_running_container_has_written_is_there()
         self.no_pods_id_is_missing_and_none_of_its_chips_is_offered()
         self.nobody_who_is_gone_has_chips()
+        self.no_pod_has_the_name_of_another_one()
 
     def moves(self) -> Iterator[Move]:
         """Yield what can happen."""
@@ -183,6 +186,10 @@ class Node:
 
         forgets = 3 if self.remembered != self.memory else 0.5
         yield forgets, "the kubelet forgets and writes", self.the_kubelet_forgets_and_writes
+        if self.listed is None:
+            yield 2, "the kubelet is asked for names", self.the_kubelet_is_asked_for_names
+        else:
+            yield 2, "the names come", self.the_names_come
         yield 2, "time passes", lambda: self.time_passes(self.draw.choice(self.times))
         yield self.reloads, "the configuration changes", self.the_configuration_changes
         yield 0.4, "the daemon restarts", self.the_daemon_restarts
@@ -513,8 +520,25 @@ class Node:
         self.write()
 
     def drop_calls(self) -> None:
+        self.listed = None
         for pod in self.pods:
             pod.call = None
+
+    def the_kubelet_is_asked_for_names(self) -> None:
+        """It names those who have the devices now, but no init containers."""
+        self.memory = self.remembered
+        names: dict[tuple[str, str, str], set[str]] = {}
+        for pod in self.memory:
+            for ident in pod.containers[-1].entry.held.ids:
+                key = (pod.containers[-1].entry.resource, ident, "main")
+                names.setdefault(key, set()).add(f"default/{pod.uid}")
+
+        self.listed = names, self.world.keys()
+
+    def the_names_come(self) -> None:
+        assert self.listed
+        self.world.book.apply_names(*self.listed)
+        self.listed = None
 
     def next_step(self, pod: Pod) -> Callable[[Pod], object] | None:
         if pod.call:
@@ -650,6 +674,10 @@ class Node:
         self.the_kubelet_calls(mine)
         assert self.answer(mine) and mine.busy, "it waits for nobody"
 
+        self.the_kubelet_is_asked_for_names()
+        self.the_names_come()
+        assert mine.twin or mine.uid in self.world.book.names
+
     def users(self) -> Iterator[tuple[Pod, Container]]:
         """Yield who has chips: containers that run, and those of pods that the kubelet knows."""
         for pod in self.pods:
@@ -696,6 +724,10 @@ class Node:
             assert not hold.pod or pod.uid in cgroups or not pod.had_cgroup
             if hold.pod and self.unwritten_since is None and not is_recent:
                 assert pod in self.written or all((pod.uid, each) in running for each in hold.chips)
+
+    def no_pod_has_the_name_of_another_one(self) -> None:
+        for uid, name in self.world.book.names.items():
+            assert name == f"default/{uid}"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import ttdp
 from tests.chips import bdf, chip
 from tests.world.checkpoint import Entry, Held, Snapshot, replace
-from ttdp import Call, Hold, HoldBook, HoldState, Mount, Settings
+from ttdp import Call, Hold, HoldBook, HoldKey, HoldState, Mount, Settings
 
 DOMAIN = "tenstorrent.com"
 N150 = f"{DOMAIN}/n150"
@@ -107,6 +107,10 @@ class BookWorld:
 
     def current(self) -> tuple[Hold, ...]:
         return self.book.current(self.now)
+
+    def keys(self) -> set[HoldKey]:
+        """Return the current holds, as a question for pods' names has them."""
+        return {each.key for each in self.current()}
 
     def running(self) -> set[str]:
         """Return the pods for which a stranger's container would wait."""
