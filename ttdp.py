@@ -2458,7 +2458,11 @@ class Cgroups:
         paths: list[str] = []
         for name in containers:
             paths += [f"{directory}/{name}" for directory in self._of(pod)]
-        return any(map(self._has_processes, paths))
+
+        # The pod's own file can have been read before the process was there.
+        if found := any(map(self._has_processes, paths)):
+            self._populated[pod] = True
+        return found
 
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
