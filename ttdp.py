@@ -2458,7 +2458,11 @@ class Cgroups:
         paths: list[str] = []
         for name in containers:
             paths += [f"{directory}/{name}" for directory in self._of(pod)]
-        return any(map(self._has_processes, paths))
+
+        # The pod's own file can have been read before the process was there.
+        if found := any(map(self._has_processes, paths)):
+            self._populated[pod] = True
+        return found
 
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
@@ -2601,6 +2605,8 @@ class HoldBook:
         self._has_new_entries = False  # the states do not have those of the checkpoint yet
         self._checkpoint = Checkpoint()
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
+        # When the answers in the checkpoint were given, by pod, container and resource.
+        self._given_at: dict[tuple[str, str, str], float] = {}
         # In the order in which they were answered or found.
         self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
 
@@ -2666,6 +2672,8 @@ class HoldBook:
                 self._states[key] = self._unnamed(hold) or self._found(hold)
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
+
+        self._given_at = {key[:3]: self._states[key].answered_at or 0.0 for key in present}
 
         for key, state in self._states.items():
             if state.is_in_checkpoint and key not in present:
@@ -2764,13 +2772,7 @@ class HoldBook:
         It runs on those then. The pod is a static one that has come back under its UID; or the
         kubelet has lost its checkpoint, and allocates again for a container that it starts again.
         """
-        answered_at = state.answered_at or 0.0
-        return any(
-            each.is_in_checkpoint
-            and each.hold.key[:3] == state.hold.key[:3]
-            and (each.answered_at or 0.0) > answered_at
-            for each in self._states.values()
-        )
+        return self._given_at.get(state.hold.key[:3], 0.0) > (state.answered_at or 0.0)
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
@@ -2907,6 +2909,11 @@ class HoldBook:
             for device_id in hold.ids:
                 pods[hold.resource, device_id, hold.container].add(hold.pod)
 
+        last_holds: dict[tuple[str, str], Hold] = {}  # of the last answer with each ID
+        for state in sorted(self._states.values(), key=lambda state: state.answered_at or 0.0):
+            for device_id in state.hold.ids:
+                last_holds[state.hold.resource, device_id] = state.hold
+
         names = dict(self.names)
         for (resource, device_id, container), holders in pods.items():
             unnamed = holders - names.keys()
@@ -2916,19 +2923,10 @@ class HoldBook:
                 continue  # it is not known which is whose
 
             (pod,) = unnamed
-            last = self._last_hold(resource, device_id)
+            last = last_holds.get((resource, device_id))
             if last and last.pod == pod and last.key in asked:
                 (names[pod],) = possible
         self.names = names
-
-    def _last_hold(self, resource: str, device_id: str) -> Hold | None:
-        """Return the hold of the last answer with an ID."""
-        last: HoldState | None = None
-        for state in self._states.values():
-            has_id = state.hold.resource == resource and device_id in state.hold.ids
-            if has_id and (last is None or (state.answered_at or 0.0) >= (last.answered_at or 0.0)):
-                last = state
-        return last.hold if last else None
 
     def to_saved(self) -> list[Json]:
         return [state.to_saved() for state in self._states.values()]

@@ -284,6 +284,29 @@ def test_a_start_is_over_when_the_new_containers_own_cgroup_was_seen_populated(
     assert world.running() == ({FIRST} if is_awaited else set())
 
 
+def test_a_pod_runs_though_its_new_process_came_while_it_was_looked_at(world: BookWorld) -> None:
+    """After a forced deletion. Its own file was read for the hold of its first container."""
+    prepare, main = entry(1, container="prepare"), entry(1, 2)
+    for each in (prepare, main):
+        world.answer(each)
+    world.write(prepare, main)
+    for each in (prepare, main):
+        world.make_cgroup()
+        world.start(each)
+        world.make_cgroup(FIRST, each.container)
+        if each is prepare:
+            world.look()
+
+    world.now += 60
+    world.write()
+    (world.cgroup(FIRST) / "cgroup.events").write_text("populated 0\n")  # as it was before
+    world.look()
+
+    world.make_cgroup(FIRST, "main")
+    world.look()
+    assert world.running() == {FIRST}
+
+
 def test_a_hold_that_is_found_counts_as_started_if_its_pods_cgroup_is_there(
     world: BookWorld,
 ) -> None:
