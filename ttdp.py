@@ -130,7 +130,8 @@ EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # `check` examines the files of the running service
+# `check` examines the files of the running service, whose variables it does not have.
+KEYS_OF_FILES = ("cdi_dir", "device_list_strategy", "metrics_file")
 
 SOCKET_PATH_MAX = 107  # bytes (unix(7))
 PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
@@ -4419,7 +4420,7 @@ class Service(NamedTuple):
 # The keys of a view, by which `ask` recognises one of this version.
 VIEW_KEYS = {
     *NEEDS_RESTART,
-    *PATHS_OF_FILES,
+    *KEYS_OF_FILES,
     "version",
     "runtime_dir",
     "unit",
@@ -4496,7 +4497,7 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
+        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_FILES)},
         "runtime_dir": settings.runtime_dir,
         "unit": settings.unit,
         "health": asdict(settings.health),
@@ -8080,7 +8081,7 @@ class Checks:
 
         # Variables of the service's unit are not this command's: the service knows its files, and
         # with an invalid configuration also its directories.
-        of_service = (*PATHS_OF_FILES, *(NEEDS_RESTART if problem else ()))
+        of_service = (*KEYS_OF_FILES, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
     def findings(self) -> Findings:
