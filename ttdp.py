@@ -4896,6 +4896,20 @@ class StateFile:
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
 
+# Bytes of a status. systemd ignores a message of more than 4096 bytes (manager.c's
+# NOTIFY_BUFFER_MAX), so it would show the status before.
+STATUS_MAX = 4096 - len("STATUS=")
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return a text of at most so many bytes of UTF-8: its begin and its end, if it is longer."""
+    content = text.encode()
+    if len(content) <= most:
+        return text
+    half = (most - len("…".encode())) // 2
+    begin, end = content[:half], content[-half:]
+    return f"{begin.decode(errors='ignore')}…{end.decode(errors='ignore')}"
+
 
 class ServiceManager:
     """Notifies systemd (sd_notify(3))."""
@@ -4926,6 +4940,7 @@ class ServiceManager:
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
+        status = without_middle(status, STATUS_MAX)
         if status != self.status:
             self.status = status
             self.notify(f"STATUS={status}")

@@ -571,7 +571,7 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
 async def test_cdi_without_its_directory_fails_though_the_service_runs(served: Served) -> None:
     """Pods cannot get devices, until the directory appears.
 
-    The strategy is the service's: it can be a variable of its unit, which the command does not have.
+    The strategy is that of the service, which can have it from a variable of its unit.
     """
     await served.serve(N150, interval=0.1, device_list_strategy="cdi")
     text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
