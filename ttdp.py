@@ -8064,6 +8064,8 @@ def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
     """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
     found = list(findings)
     shown = [each for each in found if each.level != "ok" or not is_quiet]
+    if is_quiet:  # for readers that cut it: node-problem-detector, a pager
+        shown.sort(key=lambda finding: finding.level != "FAIL")
     width = terminal_width()
     margin = max((len(each.subject) for each in shown), default=0) + 8
 

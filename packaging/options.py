@@ -149,7 +149,7 @@ SWITCHES = {
     "help": "Print an overview and exit.\nAfter a command: print the options of that command.",
     "version": "Print the version and exit.",
     "json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
-    "quiet": "With\n.Cm check :\nprint only the lines that are not ok.",
+    "quiet": "With\n.Cm check :\nprint only the lines that are not ok, and those with FAIL first.",
     "config_only": "With\n.Cm check :\ncheck only the configuration.",
     "yes": "With\n.Cm fix :\nanswer yes to the questions, except before a reset on a Galaxy.",
 }

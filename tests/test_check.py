@@ -130,6 +130,20 @@ def test_quiet_prints_only_what_is_not_ok(host: Host) -> None:
     assert (answer.out, answer.status) == ("", 0)
 
 
+def test_failures_come_first_in_what_others_cut(host: Host) -> None:
+    """node-problem-detector's message has 1000 bytes: eight chips without firmware fill it."""
+    for _ in range(15):
+        add(host, "p150a")[0].silence()
+    (host.root / "cdi").mkdir()
+
+    lines = host.run("check", "--quiet").findings
+    assert [line[:2] for line in lines[:2]] == [NOT_RUNNING[:2], ("FAIL", "CDI")]
+    assert {level for level, *_ in lines[2:]} == {"warn"} and len(str(lines)) > 1000
+
+    every = [line for line in host.run("check").findings if line[0] != "ok"]
+    assert every[0] == NOT_RUNNING and every[1][0] == "warn" and sorted(every) == sorted(lines)
+
+
 @pytest.mark.parametrize("width", [None, *range(40, 111)])
 def test_each_command_is_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
