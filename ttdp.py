@@ -7146,11 +7146,12 @@ def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
         if isinstance(answer, ServiceProblem) or not is_valid:
             return answer
 
-        if all(answer[key] == getattr(settings, key) for key in NEEDS_RESTART):
-            return answer
-        theirs = answer["device_plugin_dir"]
-        text = f"uses different directories ({theirs}); run this command with the same options"
-        return ServiceProblem("warn", text)
+        for key in NEEDS_RESTART:
+            theirs, ours = answer[key], getattr(settings, key)
+            if theirs != ours:
+                remedy = "restart it, or run this command with its options"
+                return ServiceProblem("warn", f"uses {key} {theirs}, not {ours}; {remedy}")
+        return answer
     return NOT_RUNNING
 
 

@@ -698,15 +698,21 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     assert (bdf(4) in found.problem) is (driver is not None)
 
 
-@pytest.mark.usefixtures("three")
-async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
-    """Other roots or directories: one look, and a line that names the daemon's directory."""
-    other = Host(served.root / "elsewhere", served.node, served.environ)
+@pytest.mark.parametrize("key", ttdp.NEEDS_RESTART)
+async def test_a_daemon_of_another_node_is_not_asked(
+    served: Served, three: RunningDaemon, key: str
+) -> None:
+    """Other roots or directories: one look, and a line that names the option with both values.
 
-    answer = await other.ask("list")
+    It can have changed in the file, where a reload does not apply it.
+    """
+    theirs, ours = getattr(three.settings, key), f"{served.root}/elsewhere"
+    words = ["list", *served.flags, f"{ttdp.flag_of(key)}={ours}"]
 
-    reason = f"({served.plugins}); run this command with the same options"
-    assert answer.err == f"the service uses different directories {reason}, {ONE_LOOK}\n"
+    answer = await asyncio.to_thread(forked, words, environment() | served.environ)
+
+    text = f"the service uses {key} {theirs}, not {ours}; restart it, or run this command with its"
+    assert answer.err == f"{text} options, {ONE_LOOK}\n"
 
 
 @pytest.mark.usefixtures("three")
