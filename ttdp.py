@@ -4187,11 +4187,14 @@ def cdi_file(decision: Decision) -> str | None:
 
 
 def labels_file(decision: Decision) -> str:
-    """Return the text of the feature file."""
-    observation = decision.observation
-    listed = [chip for chip in decision.chips.values() if chip.is_listed]
-    resources = decision.offer.resources.values()
-    return feature_file(resources, listed, observation.settings, observation.driver)
+    """Return the text of the feature file: of the devices that the configuration gives."""
+    observation, offer = decision.observation, decision.offer
+    chips = []
+    for bdf, chip in decision.chips.items():
+        if chip.is_listed and bdf not in offer.excluded:
+            chips.append(chip)
+    resources = offer.resources.values()
+    return feature_file(resources, chips, observation.settings, observation.driver)
 
 
 def summary(resource: Resource) -> str:
