@@ -4415,7 +4415,7 @@ class Service(NamedTuple):
     status: str
     registrations: Registrations
     rejected: str | None  # why the configuration on disk is not in force
-    files: Mapping[str, str]  # why files for others are not as they should be, by path
+    files: Mapping[str, str]  # why files that it writes are not as they should be, by path
     problems: Mapping[str, Reason]  # of the host, by subject
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
@@ -4856,6 +4856,12 @@ class StateFile:
         if settings.state_dir:
             path = f"{settings.state_dir}/state.json"
             self._file = OutputFile(path, 0o600, keep_outdated=True)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Return why the file is not as it should be, by its path."""
+        file = self._file
+        return {file.path: file.problem} if file and file.problem else {}
 
     def load(self) -> SavedState:
         """Return the saved state."""
@@ -6359,7 +6365,7 @@ class Reporter:
             self.status(decision),
             self._sessions.registrations,
             host.rejected,
-            host.files.problems,
+            {**host.files.problems, **host.state_file.problems},
             host.problems,
             {path: each.reason for path, each in resisting.items()},
         )
@@ -8325,7 +8331,7 @@ class Checks:
         return found
 
     def _other_files(self) -> Findings:
-        """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
+        """Check the files for node_exporter, node-feature-discovery and the next daemon."""
         for each, problem in self._file_problems.items():
             if isdir(dirname(each)) and basename(each) != CDI_FILE:
                 yield Finding("FAIL", "files", f"{each} {problem}")

@@ -728,11 +728,15 @@ async def test_files_that_cannot_be_written_fail(
     for path in (labels, metrics):
         path.mkdir(parents=True)
         (path / "full").touch()
+    state = served.root / "state.json"
+    (served.root / ".state.json.new").mkdir()  # in the way of a new version
     settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
-    await served.serve(N150, interval=0.1, **settings)
-    await until(lambda: caplog.text.count("Is a directory") == 2)
+    await served.serve(N150, interval=0.1, state_dir=str(state.parent), **settings)
+    await until(lambda: caplog.text.count("Is a directory") == 3)
 
     problem = "is out of date and cannot be removed: Is a directory"
     answer = await served.ask("check")
     for path in (labels, metrics):
         assert ("FAIL", "files", f"{path} {problem}") in answer.complaints
+    problem = "cannot be written: Is a directory"
+    assert ("FAIL", "files", f"{state} {problem}") in answer.complaints
