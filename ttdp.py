@@ -265,6 +265,10 @@ class Key(NamedTuple):
         with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
             if self.accepts(value):
                 return self.convert(value)
+
+            # Of a list, what is wrong in it.
+            if isinstance(value, list):
+                value = [each for each in value if not self.accepts([each])] or value
         raise _invalid(source, value, self.valid)
 
     def parse_text(self, text: str, source: str) -> Any:
@@ -276,16 +280,19 @@ class Key(NamedTuple):
         return BOOLEANS[word]
 
 
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    """Return the error that names a bad value, with what `valid` says it must be."""
+def _quoted(value: object) -> str:
+    """Return a value for messages, cut if it is long."""
     try:
         # A boolean as TOML writes it: true.
-        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
+        text = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        quoted = f"this {type(value).__name__}"
-    if len(quoted) > 80:
-        quoted = f"{quoted[:80]}…"
-    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+        text = f"this {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    """Return the error that names a bad value, with what `valid` says it must be."""
+    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
 
 
 def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
@@ -582,7 +589,7 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
     for key, value in table.items():
         inner = f"{path}.{key}".lstrip(".")
         if key not in known:
-            raise ConfigError(f"{source}unknown key {key!r}; {_advice(key, known)}")
+            raise ConfigError(f"{source}unknown key {_quoted(key)}; {_advice(key, known)}")
 
         # A key's value, a table [inner], or rows [[inner]].
         if key in KEYS:
