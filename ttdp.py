@@ -6783,7 +6783,8 @@ class Daemon:
             return f"waiting for the driver to create a device file for {missing[0]}"
 
         if settings.fail_on_init_error and (version is None or not decision.resources):
-            self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
+            none = "" if decision.resources else "; no device to offer"
+            self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}{none}")
             return None
         if not self.sessions.have_started:
             return None
