@@ -130,8 +130,8 @@ EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-# `check` examines the files of the running service, whose variables it does not have.
-KEYS_OF_FILES = ("cdi_dir", "device_list_strategy", "metrics_file")
+# `check` takes these from the running service, whose variables it does not have.
+KEYS_OF_SERVICE = ("cdi_dir", "device_list_strategy", "hugepages", "metrics_file")
 
 SOCKET_PATH_MAX = 107  # bytes (unix(7))
 PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
@@ -4430,7 +4430,7 @@ class Service(NamedTuple):
 # The keys of a view, by which `ask` recognises one of this version.
 VIEW_KEYS = {
     *NEEDS_RESTART,
-    *KEYS_OF_FILES,
+    *KEYS_OF_SERVICE,
     "version",
     "runtime_dir",
     "unit",
@@ -4507,7 +4507,7 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_FILES)},
+        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
         "runtime_dir": settings.runtime_dir,
         "unit": settings.unit,
         "health": asdict(settings.health),
@@ -8076,6 +8076,7 @@ class Finding(NamedTuple):
 Findings = Iterator[Finding]
 METRICS_ARE_OLD = 120.0  # seconds
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+GIANT_PAGES = f"/dev/{HUGETLBFS[0]}"  # where the host has its pages of 1 GiB
 
 
 def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
@@ -8116,7 +8117,7 @@ class Checks:
 
         # Variables of the service's unit are not this command's: the service knows its files, and
         # with an invalid configuration also its directories.
-        of_service = (*KEYS_OF_FILES, *(NEEDS_RESTART if problem else ()))
+        of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
     def findings(self) -> Findings:
@@ -8255,17 +8256,21 @@ class Checks:
         directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
         needed = chips * PAGES_PER_CHIP
+        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
         if available < needed:
             without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
             text = f"{available} pages of 1 GiB, but {without_iommu}: {needed} needed; add "
             text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
+        elif chips and self._lack_hugetlbfs(mounts):
+            text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
+            command = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+            yield Finding("warn", "hugepages", text, command)
         elif chips:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
         else:
             yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
 
-        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
         if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
             text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
             yield Finding("ok", "hugepages", text)
@@ -8276,6 +8281,16 @@ class Checks:
             is_unique = basename(dirname(path)) == OWN_DIRECTORY
             command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
+
+    def _lack_hugetlbfs(self, mounts: str) -> bool:
+        """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
+
+        `mounts`: the text of /proc/mounts.
+        """
+        settings = self._settings
+        is_replaced = any(mount.container == GIANT_PAGES for mount in settings.mounts)
+        is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
+        return settings.hugepages != "none" and not is_replaced and not is_mounted
 
     def _mounts_and_locks(self) -> Findings:
         """Check the directories on the host that containers are to get."""

@@ -25,6 +25,7 @@ from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
+from tests.world.tree import put
 from ttdp import OWN_DIRECTORY, Reason, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
@@ -450,6 +451,25 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host) -> 
     host.node.set_hugepages(4)
     assert complaints(host) == []
     assert ("ok", "hugepages", "4 pages of 1 GiB, 4 needed") in findings(host)
+
+
+def test_pages_without_their_file_system_are_a_warning(host: Host) -> None:
+    """The boot option reserves them, but mounts nothing; a configuration can do without."""
+    host.node.set_iommu(FIRST, "identity")
+    host.node.set_hugepages(4)
+    put(host.node.root / "proc/mounts", "hugetlbfs /dev/hugepages hugetlbfs rw,pagesize=2M 0 0")
+
+    path = "/dev/hugepages-1G"
+    assert complaint(host, "warn", "hugepages") == (
+        f"no hugetlbfs is mounted on {path}, so containers get no pages of 1 GiB; run: "
+        f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {path}"
+    )
+
+    (host.root / "pages").mkdir()
+    host.configure("[[mounts]]", f'host = "{host.root}/pages"', f'container = "{path}"')
+    assert complaints(host) == []
+    host.configure('hugepages = "none"')
+    assert complaints(host) == []
 
 
 def test_hugepages_are_for_chips_in_service_that_have_a_device_file(host: Host) -> None:
