@@ -1812,6 +1812,9 @@ class ChipState:
         return cls(chip, vitals, saved["fault_kind"], saved["since"])
 
 
+CLOCK_STEP = 1.0  # seconds by which a clock that is not set does not differ
+
+
 class Inventory:
     """The chips of the host since boot."""
 
@@ -1820,6 +1823,7 @@ class Inventory:
         self.driver: str | None = None  # see driver_version()
         self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
+        self._booted_at: float | None = None  # Unix time, by the clock at the last date_faults()
 
     @property
     def chips(self) -> dict[str, Chip]:
@@ -1874,8 +1878,22 @@ class Inventory:
 
         `now`: Unix time; None: the chips were not watched, so new faults can be old ones.
         """
+        if now is not None:
+            self._follow_clock(now)
         for state in self.states.values():
             state.date_fault(now)
+
+    def _follow_clock(self, now: float) -> None:
+        """Correct the times of faults if the clock was set since the last call.
+
+        After a boot it can be wrong until the time is known from the network.
+        """
+        booted_at = now - time.clock_gettime(time.CLOCK_BOOTTIME)
+        step = 0.0 if self._booted_at is None else booted_at - self._booted_at
+        self._booted_at = booted_at
+        for state in self.states.values():
+            if state.since is not None and abs(step) > CLOCK_STEP:
+                state.since += step
 
 
 # ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
