@@ -6422,7 +6422,12 @@ class Reporter:
 
 
 def _listen_for_root(path: str) -> socket.socket:
-    """Return a listening socket that only root can connect to; raises OSError."""
+    """Return a listening socket that only root can connect to; raises OSError.
+
+    A daemon of another directory, started by hand, does not take the socket of the service.
+    """
+    if not connection_error(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if_exists(os.unlink, path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)

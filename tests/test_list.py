@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -713,6 +714,20 @@ async def test_a_daemon_of_another_node_is_not_asked(
 
     text = f"the service uses {key} {theirs}, not {ours}; restart it, or run this command with its"
     assert answer.err == f"{text} options, {ONE_LOOK}\n"
+
+
+async def test_a_daemon_started_by_hand_leaves_the_services_socket_to_it(
+    served: Served, three: RunningDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves another directory; else `list` would show its view, and none after its end."""
+    other = replace(three.settings, device_plugin_dir=f"{served.root}/other")
+    async with RunningDaemon(served.node, other) as second:
+        await until(lambda: second.notified("READY=1"))
+        text = f"cannot open the status socket {served.root}/status.sock: Address already in use"
+        assert f"{text}; list and check cannot reach this daemon" in caplog.messages
+
+        assert (await served.ask("list")).err == ""
+    assert (await served.ask("list")).err == ""
 
 
 @pytest.mark.usefixtures("three")
