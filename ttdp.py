@@ -1742,12 +1742,9 @@ class ChipState:
             is_throttling=self.vitals.is_throttling,
         )
 
-        has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
-        if has_values:
+        # Those of an unreadable chip are not shown; of a silent one there are none.
+        if not telemetry.error and not telemetry.all_ones:
             self.telemetry = telemetry
-        elif fault and fault.kind is Kind.SILENT:
-            # Its last values are no longer true. Those of an unreadable chip are not shown.
-            self.telemetry = None
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
@@ -6326,6 +6323,7 @@ class Reporter:
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
+        self._status_socket: socket.socket | None = None
 
     def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
@@ -6336,12 +6334,20 @@ class Reporter:
         if directory := self._host.settings.runtime_dir:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
-                listening = _listen_for_root(path)
+                self._status_socket = listening = _listen_for_root(path)
             except OSError as error:
                 reason = f"{error.strerror or error}; list and check cannot reach this daemon"
                 log.warning("cannot open the status socket %s: %s", path, reason)
             else:
                 self._start(ConnectionServer(self._send_view).serve(listening))
+
+    async def close(self) -> None:
+        """Stop serving, so that the next daemon can have the status socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._status_socket:
+            self._status_socket.close()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -6522,6 +6528,7 @@ class Daemon:
             if self.host.save_by < inf:
                 self.host.save_state()
             self._uevents.close()
+            await self._reporter.close()
             await self.sessions.close()
             self._directory.close()
 
