@@ -8137,6 +8137,19 @@ def check_configuration(problem: str | None, warnings: Iterable[str]) -> Finding
         yield Finding("warn", "configuration", warning)
 
 
+def file_command(path: str, problem: str) -> str:
+    """Return the command that helps if a file cannot be written, empty if there is none.
+
+    A directory that is newer than the service is read-only in its sandbox. For other directories
+    than these, the unit needs ReadWritePaths=.
+    """
+    usual = Settings()
+    directories = (usual.cdi_dir, usual.labels_dir, dirname(usual.metrics_file))
+    is_read_only = problem.endswith(os.strerror(errno.EROFS))
+    is_new = is_read_only and dirname(path) in directories
+    return "systemctl restart tt-device-plugin" if is_new else ""
+
+
 class Checks:
     """The preflight of a node: what `check` looks at, beside the configuration."""
 
@@ -8360,11 +8373,12 @@ class Checks:
             return
 
         why = self._file_problems.get(path) or "is the service running?"
+        command = file_command(path, why)
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
             if nodes:
-                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}")
+                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
             return
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -8373,7 +8387,8 @@ class Checks:
 
         bdfs = described.keys() | nodes
         if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
-            yield Finding("FAIL", "CDI", f"{path} is out of date for {abbreviate(stale)}; {why}")
+            text = f"{path} is out of date for {abbreviate(stale)}; {why}"
+            yield Finding("FAIL", "CDI", text, command)
         else:
             yield Finding("ok", "CDI", f"{path} is up to date")
 
@@ -8387,7 +8402,7 @@ class Checks:
         """Check the files for node_exporter, node-feature-discovery and the next daemon."""
         for each, problem in self._file_problems.items():
             if isdir(dirname(each)) and basename(each) != CDI_FILE:
-                yield Finding("FAIL", "files", f"{each} {problem}")
+                yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
 
         # Without a daemon the metrics are old, of course.
         path = self._settings.metrics_file

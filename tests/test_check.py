@@ -11,6 +11,7 @@ import pty
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import put
-from ttdp import OWN_DIRECTORY, Reason, SharedResource, Sharing
+from ttdp import OWN_DIRECTORY, Reason, Settings, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
 N150 = "tenstorrent.com/n150"
@@ -760,3 +761,31 @@ async def test_files_that_cannot_be_written_fail(
         assert ("FAIL", "files", f"{path} {problem}") in answer.complaints
     problem = "cannot be written: Is a directory"
     assert ("FAIL", "files", f"{state} {problem}") in answer.complaints
+
+
+async def test_a_directory_that_is_newer_than_the_service_needs_a_restart(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read-only in the service's sandbox; others need a drop-in, so a restart is no help."""
+    problem = f"cannot be written: {os.strerror(errno.EROFS)}"
+    restart = "systemctl restart tt-device-plugin"
+    for path in (Settings().metrics_file, f"{Settings().cdi_dir}/{ttdp.CDI_FILE}"):
+        assert ttdp.file_command(path, problem) == restart
+        assert ttdp.file_command(path, "cannot be written: No space left on device") == ""
+    assert ttdp.file_command("/srv/metrics/x.prom", problem) == ""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    labels = served.root / "features.d"
+    labels.mkdir()
+    usual = replace(Settings(), labels_dir=str(labels), cdi_dir=str(served.root / "cdi"))
+    served.cdi_file.parent.mkdir()
+    monkeypatch.setattr(ttdp.OutputFile, "_replace", read_only)
+    daemon = await served.serve(N150, interval=0.1)
+    await until(lambda: len(daemon.daemon.host.files.problems) == 2)
+
+    monkeypatch.setattr(ttdp, "Settings", lambda: usual)
+    checks = await asyncio.to_thread(ttdp.Checks, daemon.settings, None)
+    found = {each.subject: each for each in checks.findings() if each.command == restart}
+    assert {*found} == {"files", "CDI"} and problem in found["CDI"].text
