@@ -8298,11 +8298,12 @@ class Checks:
 
         directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
+        pages = f"{pluralize(available, 'page')} of 1 GiB"
         needed = chips * PAGES_PER_CHIP
         mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
         if available < needed:
             without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
-            text = f"{available} pages of 1 GiB, but {without_iommu}: {needed} needed; add "
+            text = f"{pages}, but {without_iommu}: {needed} needed; add "
             text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
         elif chips and self._lack_hugetlbfs(mounts):
@@ -8310,9 +8311,9 @@ class Checks:
             command = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
             yield Finding("warn", "hugepages", text, command)
         elif chips:
-            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
+            yield Finding("ok", "hugepages", f"{pages}, {needed} needed")
         else:
-            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
+            yield Finding("ok", "hugepages", f"{pages}, none needed")
 
         if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
             text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"

@@ -439,11 +439,11 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host) -> 
     for chip, kind in zip(chips, ("identity", "DMA-FQ"), strict=True):
         host.node.set_iommu(chip.bdf, kind)
 
-    for pages in (None, 3):  # None: the kernel has none of 1 GiB
+    for pages in (None, 1, 3):  # None: the kernel has none of 1 GiB
         if pages is not None:
             host.node.set_hugepages(pages)
         text = complaint(host, "warn", "hugepages")
-        number = f"{pages or 0} pages of 1 GiB"
+        number = f"{pages or 0} page{'' if pages == 1 else 's'} of 1 GiB"
         assert text.startswith(
             f"{number}, but 1 chip without an IOMMU (or iommu=pt): 4 needed; "
             "add hugepagesz=1G hugepages=4 to the kernel command line"
