@@ -7100,9 +7100,19 @@ def run_command(command: str, options: argparse.Namespace) -> int:
 def print_safely(text: str) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
     shown = printable(text)
-    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+    if not _shows_utf8():
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
     print(shown)
+
+
+def _shows_utf8() -> bool:
+    """Return whether the output can show UTF-8."""
+    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+        return False
+    import locale  # here, because it would cost 1 ms of each start
+
+    # With LC_ALL=C, Python writes UTF-8, also to a terminal that has asked for ASCII (PEP 540).
+    return not sys.stdout.isatty() or locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
 def print_lines(lines: Iterable[str]) -> bool:

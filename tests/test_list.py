@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -269,6 +270,20 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
         ttdp.print_safely("n150 ×4, 41 °C, naïve …")
 
         assert written.getvalue() == b"n150 x4, 41  C, na?ve .\n"
+
+
+@pytest.mark.parametrize(("locale", "title"), [("C", b"   C  W"), ("C.UTF-8", b"  \xc2\xb0C  W")])
+def test_a_terminal_in_the_locale_c_gets_ascii(host: Host, locale: str, title: bytes) -> None:
+    """Python itself would write UTF-8 there, which a serial console does not show."""
+    host.node.add("n150")
+    terminal, end = pty.openpty()
+    command = [*PROGRAM, "list", *host.flags]
+    subprocess.run(command, env=environment(LC_ALL=locale), stdout=end, stderr=subprocess.DEVNULL)
+    os.close(end)
+    with open(terminal, "rb", 0) as file:
+        shown = file.read(65536)
+
+    assert title in shown and (locale == "C") == shown.isascii()
 
 
 def test_no_device_is_not_an_error(host: Host) -> None:
