@@ -7178,6 +7178,7 @@ class ServiceProblem(NamedTuple):
     command: str = ""
 
 
+LOG_COMMAND = "journalctl -t tt-device-plugin -p warning"
 NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
 
 
@@ -7218,7 +7219,11 @@ def ask(path: str) -> View | ServiceProblem:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(VIEW_TIMEOUT)
             connection.connect(path)
-            view: View = json.loads(_received(connection))
+            content = _received(connection)
+        if not content:  # see SharedText.get()
+            text = f"closed {path} without an answer: it is overloaded, or its log has an error"
+            return ServiceProblem("FAIL", text, LOG_COMMAND)
+        view: View = json.loads(content)
 
         version = view["version"]
         is_complete = version != __version__ or view.keys() >= VIEW_KEYS
@@ -8425,8 +8430,7 @@ class Checks:
                 text = (
                     f"{path} is {pluralize(int(age // 60), 'minute')} old; the log has the reason"
                 )
-                command = "journalctl -t tt-device-plugin -p warning"
-                yield Finding("FAIL", "metrics", text, command)
+                yield Finding("FAIL", "metrics", text, LOG_COMMAND)
 
     def _kubelet(self) -> Findings:
         """Check the kubelet's directory, its socket, and its checkpoint."""

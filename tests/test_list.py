@@ -807,7 +807,6 @@ def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
 
 
 STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
-    "empty": [],
     "no JSON": [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
     "no text": [b"\xff\xfe"],
     "an array": [b"[]"],
@@ -829,6 +828,19 @@ def test_whatever_else_answers_on_the_services_socket_is_a_problem(
         found = ttdp.ask(str(path))
     text = f"does not answer on {path}: not a view of this program"
     assert found == ttdp.ServiceProblem("FAIL", text)
+
+
+async def test_a_view_that_is_not_ready_in_time_is_a_problem_of_the_service(
+    served: Served, three: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a starved machine: no other program has the socket."""
+    monkeypatch.setattr(ttdp.SharedText, "TIMEOUT", 0.0)
+
+    answer = await served.ask("check")
+
+    text = f"closed {served.root}/status.sock without an answer: it is overloaded, or its log has "
+    text += "an error; run: journalctl -t tt-device-plugin -p warning"
+    assert ("FAIL", "service", text) in answer.complaints
 
 
 def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
