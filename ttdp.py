@@ -1236,6 +1236,11 @@ def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | Non
     return None if number is None else number * factor
 
 
+def _lanes(text: str) -> float | None:
+    """Return the width of a link; None if it is unknown, which is 0 in the register."""
+    return _scaled(text, dead=DEAD_LINK_WIDTH) or None
+
+
 def _transfers(text: str) -> float | None:
     """Return the transfers per second of a link; None if its speed is unknown."""
     match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
@@ -1253,7 +1258,6 @@ _micro = partial(_scaled, factor=1e-6)
 _milli = partial(_scaled, factor=1e-3)
 _mega = partial(_scaled, factor=1e6)
 _volts = partial(_milli, dead=DEAD_VOLTAGE)
-_lanes = partial(_scaled, dead=DEAD_LINK_WIDTH)
 
 
 class Sensor(NamedTuple):
