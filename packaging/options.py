@@ -116,7 +116,9 @@ EXPLANATIONS = {
         "limit. A card throttles at its own limit in any case; by default that is only logged."
     ),
     "heartbeat_misses": "The firmware changes its heartbeat every 0.1 seconds.",
-    "trip_holdoff": "Another trip restarts the period.",
+    "trip_holdoff": (
+        "Another trip restarts the period. The example alert needs more than 120 seconds."
+    ),
     "rename_by_default": (
         "With it, pods that want a device alone cannot get a shared one by mistake."
     ),
