@@ -8210,6 +8210,8 @@ class Checks:
             text = f"{self._view['version']} is running"
             if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
                 text += f", {REGISTERED_TEXT}"
+            if self._problem:
+                text += "; it cannot start again with this configuration"
             yield Finding("ok", "service", text)
 
         for subject, reason in (service or {}).get("problems", {}).items():

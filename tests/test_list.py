@@ -761,9 +761,10 @@ async def test_an_invalid_configuration_does_not_lead_to_other_directories(serve
     assert [row["USED BY"] for row in answer.table] == ["-", "-", "-"]
 
     answer = await ask("check")
+    running = f"{ttdp.__version__} is running, registered with kubelet"
     assert answer.findings[:2] == [
         ("FAIL", "configuration", problem),
-        ("ok", "service", f"{ttdp.__version__} is running, registered with kubelet"),
+        ("ok", "service", f"{running}; it cannot start again with this configuration"),
     ]
     socket_works = f"{served.plugins}/kubelet.sock accepts connections"
     assert ("ok", "kubelet", socket_works) in answer.findings
