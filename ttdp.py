@@ -130,7 +130,8 @@ EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
-PATHS_OF_FILES = ("cdi_dir", "metrics_file")  # `check` examines the files of the running service
+# `check` takes these from the running service, whose variables it does not have.
+KEYS_OF_SERVICE = ("cdi_dir", "device_list_strategy", "hugepages", "metrics_file")
 
 SOCKET_PATH_MAX = 107  # bytes (unix(7))
 PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
@@ -264,6 +265,10 @@ class Key(NamedTuple):
         with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
             if self.accepts(value):
                 return self.convert(value)
+
+            # Of a list, what is wrong in it.
+            if isinstance(value, list):
+                value = [each for each in value if not self.accepts([each])] or value
         raise _invalid(source, value, self.valid)
 
     def parse_text(self, text: str, source: str) -> Any:
@@ -275,16 +280,19 @@ class Key(NamedTuple):
         return BOOLEANS[word]
 
 
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    """Return the error that names a bad value, with what `valid` says it must be."""
+def _quoted(value: object) -> str:
+    """Return a value for messages, cut if it is long."""
     try:
         # A boolean as TOML writes it: true.
-        quoted = repr(value).lower() if isinstance(value, bool) else repr(value)
+        text = repr(value).lower() if isinstance(value, bool) else repr(value)
     except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        quoted = f"this {type(value).__name__}"
-    if len(quoted) > 80:
-        quoted = f"{quoted[:80]}…"
-    return ConfigError(f"{source}: {quoted} is not valid; must be {valid}")
+        text = f"this {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    """Return the error that names a bad value, with what `valid` says it must be."""
+    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
 
 
 def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
@@ -581,7 +589,7 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
     for key, value in table.items():
         inner = f"{path}.{key}".lstrip(".")
         if key not in known:
-            raise ConfigError(f"{source}unknown key {key!r}; {_advice(key, known)}")
+            raise ConfigError(f"{source}unknown key {_quoted(key)}; {_advice(key, known)}")
 
         # A key's value, a table [inner], or rows [[inner]].
         if key in KEYS:
@@ -1228,6 +1236,11 @@ def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | Non
     return None if number is None else number * factor
 
 
+def _lanes(text: str) -> float | None:
+    """Return the width of a link; None if it is unknown, which is 0 in the register."""
+    return _scaled(text, dead=DEAD_LINK_WIDTH) or None
+
+
 def _transfers(text: str) -> float | None:
     """Return the transfers per second of a link; None if its speed is unknown."""
     match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
@@ -1245,7 +1258,6 @@ _micro = partial(_scaled, factor=1e-6)
 _milli = partial(_scaled, factor=1e-3)
 _mega = partial(_scaled, factor=1e6)
 _volts = partial(_milli, dead=DEAD_VOLTAGE)
-_lanes = partial(_scaled, dead=DEAD_LINK_WIDTH)
 
 
 class Sensor(NamedTuple):
@@ -1734,12 +1746,9 @@ class ChipState:
             is_throttling=self.vitals.is_throttling,
         )
 
-        has_values = not telemetry.is_empty and not telemetry.error and not telemetry.all_ones
-        if has_values:
+        # Those of an unreadable chip are not shown; of a silent one there are none.
+        if not telemetry.error and not telemetry.all_ones:
             self.telemetry = telemetry
-        elif fault and fault.kind is Kind.SILENT:
-            # Its last values are no longer true. Those of an unreadable chip are not shown.
-            self.telemetry = None
         if reading.sensors is not None:
             self.sensors = reading.sensors
             self.processes = reading.processes
@@ -1804,6 +1813,9 @@ class ChipState:
         return cls(chip, vitals, saved["fault_kind"], saved["since"])
 
 
+CLOCK_STEP = 1.0  # seconds by which a clock that is not set does not differ
+
+
 class Inventory:
     """The chips of the host since boot."""
 
@@ -1812,6 +1824,7 @@ class Inventory:
         self.driver: str | None = None  # see driver_version()
         self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
+        self._booted_at: float | None = None  # Unix time, by the clock at the last date_faults()
 
     @property
     def chips(self) -> dict[str, Chip]:
@@ -1866,8 +1879,22 @@ class Inventory:
 
         `now`: Unix time; None: the chips were not watched, so new faults can be old ones.
         """
+        if now is not None:
+            self._follow_clock(now)
         for state in self.states.values():
             state.date_fault(now)
+
+    def _follow_clock(self, now: float) -> None:
+        """Correct the times of faults if the clock was set since the last call.
+
+        After a boot it can be wrong until the time is known from the network.
+        """
+        booted_at = now - time.clock_gettime(time.CLOCK_BOOTTIME)
+        step = 0.0 if self._booted_at is None else booted_at - self._booted_at
+        self._booted_at = booted_at
+        for state in self.states.values():
+            if state.since is not None and abs(step) > CLOCK_STEP:
+                state.since += step
 
 
 # ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
@@ -4185,11 +4212,14 @@ def cdi_file(decision: Decision) -> str | None:
 
 
 def labels_file(decision: Decision) -> str:
-    """Return the text of the feature file."""
-    observation = decision.observation
-    listed = [chip for chip in decision.chips.values() if chip.is_listed]
-    resources = decision.offer.resources.values()
-    return feature_file(resources, listed, observation.settings, observation.driver)
+    """Return the text of the feature file: of the devices that the configuration gives."""
+    observation, offer = decision.observation, decision.offer
+    chips = []
+    for bdf, chip in decision.chips.items():
+        if chip.is_listed and bdf not in offer.excluded:
+            chips.append(chip)
+    resources = offer.resources.values()
+    return feature_file(resources, chips, observation.settings, observation.driver)
 
 
 def summary(resource: Resource) -> str:
@@ -4410,7 +4440,7 @@ class Service(NamedTuple):
     status: str
     registrations: Registrations
     rejected: str | None  # why the configuration on disk is not in force
-    files: Mapping[str, str]  # why files for others are not as they should be, by path
+    files: Mapping[str, str]  # why files that it writes are not as they should be, by path
     problems: Mapping[str, Reason]  # of the host, by subject
     resisting: Mapping[str, str]  # why directories cannot be emptied, by path
 
@@ -4418,7 +4448,7 @@ class Service(NamedTuple):
 # The keys of a view, by which `ask` recognises one of this version.
 VIEW_KEYS = {
     *NEEDS_RESTART,
-    *PATHS_OF_FILES,
+    *KEYS_OF_SERVICE,
     "version",
     "runtime_dir",
     "unit",
@@ -4495,7 +4525,7 @@ def view_of_node(
 
     return {
         "version": __version__,
-        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *PATHS_OF_FILES)},
+        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
         "runtime_dir": settings.runtime_dir,
         "unit": settings.unit,
         "health": asdict(settings.health),
@@ -4852,6 +4882,12 @@ class StateFile:
             path = f"{settings.state_dir}/state.json"
             self._file = OutputFile(path, 0o600, keep_outdated=True)
 
+    @property
+    def problems(self) -> dict[str, str]:
+        """Return why the file is not as it should be, by its path."""
+        file = self._file
+        return {file.path: file.problem} if file and file.problem else {}
+
     def load(self) -> SavedState:
         """Return the saved state."""
         if self._file is None:
@@ -4894,6 +4930,20 @@ class StateFile:
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
 
+# Bytes of a status. systemd ignores a message of more than 4096 bytes (manager.c's
+# NOTIFY_BUFFER_MAX), so it would show the status before.
+STATUS_MAX = 4096 - len("STATUS=")
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return a text of at most so many bytes of UTF-8: its begin and its end, if it is longer."""
+    content = text.encode()
+    if len(content) <= most:
+        return text
+    half = (most - len("…".encode())) // 2
+    begin, end = content[:half], content[-half:]
+    return f"{begin.decode(errors='ignore')}…{end.decode(errors='ignore')}"
+
 
 class ServiceManager:
     """Notifies systemd (sd_notify(3))."""
@@ -4924,6 +4974,7 @@ class ServiceManager:
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
+        status = without_middle(status, STATUS_MAX)
         if status != self.status:
             self.status = status
             self.notify(f"STATUS={status}")
@@ -6275,6 +6326,7 @@ class Reporter:
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
+        self._status_socket: socket.socket | None = None
 
     def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
@@ -6285,12 +6337,20 @@ class Reporter:
         if directory := self._host.settings.runtime_dir:
             path = f"{directory}/{STATUS_SOCKET}"
             try:
-                listening = _listen_for_root(path)
+                self._status_socket = listening = _listen_for_root(path)
             except OSError as error:
                 reason = f"{error.strerror or error}; list and check cannot reach this daemon"
                 log.warning("cannot open the status socket %s: %s", path, reason)
             else:
                 self._start(ConnectionServer(self._send_view).serve(listening))
+
+    async def close(self) -> None:
+        """Stop serving, so that the next daemon can have the status socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._status_socket:
+            self._status_socket.close()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -6339,7 +6399,7 @@ class Reporter:
             self.status(decision),
             self._sessions.registrations,
             host.rejected,
-            host.files.problems,
+            {**host.files.problems, **host.state_file.problems},
             host.problems,
             {path: each.reason for path, each in resisting.items()},
         )
@@ -6371,7 +6431,12 @@ class Reporter:
 
 
 def _listen_for_root(path: str) -> socket.socket:
-    """Return a listening socket that only root can connect to; raises OSError."""
+    """Return a listening socket that only root can connect to; raises OSError.
+
+    A daemon of another directory, started by hand, does not take the socket of the service.
+    """
+    if not connection_error(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if_exists(os.unlink, path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
@@ -6466,6 +6531,7 @@ class Daemon:
             if self.host.save_by < inf:
                 self.host.save_state()
             self._uevents.close()
+            await self._reporter.close()
             await self.sessions.close()
             self._directory.close()
 
@@ -6751,7 +6817,8 @@ class Daemon:
             return f"waiting for the driver to create a device file for {missing[0]}"
 
         if settings.fail_on_init_error and (version is None or not decision.resources):
-            self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}")
+            none = "" if decision.resources else "; no device to offer"
+            self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}{none}")
             return None
         if not self.sessions.have_started:
             return None
@@ -7037,9 +7104,19 @@ def run_command(command: str, options: argparse.Namespace) -> int:
 def print_safely(text: str) -> None:
     """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
     shown = printable(text)
-    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+    if not _shows_utf8():
         shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
     print(shown)
+
+
+def _shows_utf8() -> bool:
+    """Return whether the output can show UTF-8."""
+    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
+        return False
+    import locale  # here, because it would cost 1 ms of each start
+
+    # With LC_ALL=C, Python writes UTF-8, also to a terminal that has asked for ASCII (PEP 540).
+    return not sys.stdout.isatty() or locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
 def print_lines(lines: Iterable[str]) -> bool:
@@ -7105,6 +7182,7 @@ class ServiceProblem(NamedTuple):
     command: str = ""
 
 
+LOG_COMMAND = "journalctl -t tt-device-plugin -p warning"
 NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
 
 
@@ -7130,11 +7208,12 @@ def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
         if isinstance(answer, ServiceProblem) or not is_valid:
             return answer
 
-        if all(answer[key] == getattr(settings, key) for key in NEEDS_RESTART):
-            return answer
-        theirs = answer["device_plugin_dir"]
-        text = f"uses different directories ({theirs}); run this command with the same options"
-        return ServiceProblem("warn", text)
+        for key in NEEDS_RESTART:
+            theirs, ours = answer[key], getattr(settings, key)
+            if theirs != ours:
+                remedy = "restart it, or run this command with its options"
+                return ServiceProblem("warn", f"uses {key} {theirs}, not {ours}; {remedy}")
+        return answer
     return NOT_RUNNING
 
 
@@ -7144,7 +7223,11 @@ def ask(path: str) -> View | ServiceProblem:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(VIEW_TIMEOUT)
             connection.connect(path)
-            view: View = json.loads(_received(connection))
+            content = _received(connection)
+        if not content:  # see SharedText.get()
+            text = f"closed {path} without an answer: it is overloaded, or its log has an error"
+            return ServiceProblem("FAIL", text, LOG_COMMAND)
+        view: View = json.loads(content)
 
         version = view["version"]
         is_complete = version != __version__ or view.keys() >= VIEW_KEYS
@@ -8042,12 +8125,15 @@ class Finding(NamedTuple):
 Findings = Iterator[Finding]
 METRICS_ARE_OLD = 120.0  # seconds
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
+GIANT_PAGES = f"/dev/{HUGETLBFS[0]}"  # where the host has its pages of 1 GiB
 
 
 def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
     """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
     found = list(findings)
     shown = [each for each in found if each.level != "ok" or not is_quiet]
+    if is_quiet:  # for readers that cut it: node-problem-detector, a pager
+        shown.sort(key=lambda finding: finding.level != "FAIL")
     width = terminal_width()
     margin = max((len(each.subject) for each in shown), default=0) + 8
 
@@ -8070,6 +8156,19 @@ def check_configuration(problem: str | None, warnings: Iterable[str]) -> Finding
         yield Finding("warn", "configuration", warning)
 
 
+def file_command(path: str, problem: str) -> str:
+    """Return the command that helps if a file cannot be written, empty if there is none.
+
+    A directory that is newer than the service is read-only in its sandbox. For other directories
+    than these, the unit needs ReadWritePaths=.
+    """
+    usual = Settings()
+    directories = (usual.cdi_dir, usual.labels_dir, dirname(usual.metrics_file))
+    is_read_only = problem.endswith(os.strerror(errno.EROFS))
+    is_new = is_read_only and dirname(path) in directories
+    return "systemctl restart tt-device-plugin" if is_new else ""
+
+
 class Checks:
     """The preflight of a node: what `check` looks at, beside the configuration."""
 
@@ -8080,7 +8179,7 @@ class Checks:
 
         # Variables of the service's unit are not this command's: the service knows its files, and
         # with an invalid configuration also its directories.
-        of_service = (*PATHS_OF_FILES, *(NEEDS_RESTART if problem else ()))
+        of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
     def findings(self) -> Findings:
@@ -8111,6 +8210,8 @@ class Checks:
             text = f"{self._view['version']} is running"
             if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
                 text += f", {REGISTERED_TEXT}"
+            if self._problem:
+                text += "; it cannot start again with this configuration"
             yield Finding("ok", "service", text)
 
         for subject, reason in (service or {}).get("problems", {}).items():
@@ -8218,18 +8319,23 @@ class Checks:
 
         directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
+        pages = f"{pluralize(available, 'page')} of 1 GiB"
         needed = chips * PAGES_PER_CHIP
+        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
         if available < needed:
             without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
-            text = f"{available} pages of 1 GiB, but {without_iommu}: {needed} needed; add "
+            text = f"{pages}, but {without_iommu}: {needed} needed; add "
             text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
+        elif chips and self._lack_hugetlbfs(mounts):
+            text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
+            command = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+            yield Finding("warn", "hugepages", text, command)
         elif chips:
-            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, {needed} needed")
+            yield Finding("ok", "hugepages", f"{pages}, {needed} needed")
         else:
-            yield Finding("ok", "hugepages", f"{available} pages of 1 GiB, none needed")
+            yield Finding("ok", "hugepages", f"{pages}, none needed")
 
-        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
         if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
             text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
             yield Finding("ok", "hugepages", text)
@@ -8240,6 +8346,16 @@ class Checks:
             is_unique = basename(dirname(path)) == OWN_DIRECTORY
             command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
+
+    def _lack_hugetlbfs(self, mounts: str) -> bool:
+        """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
+
+        `mounts`: the text of /proc/mounts.
+        """
+        settings = self._settings
+        is_replaced = any(mount.container == GIANT_PAGES for mount in settings.mounts)
+        is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
+        return settings.hugepages != "none" and not is_replaced and not is_mounted
 
     def _mounts_and_locks(self) -> Findings:
         """Check the directories on the host that containers are to get."""
@@ -8279,11 +8395,12 @@ class Checks:
             return
 
         why = self._file_problems.get(path) or "is the service running?"
+        command = file_command(path, why)
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
             if nodes:
-                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}")
+                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
             return
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -8292,7 +8409,8 @@ class Checks:
 
         bdfs = described.keys() | nodes
         if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
-            yield Finding("FAIL", "CDI", f"{path} is out of date for {abbreviate(stale)}; {why}")
+            text = f"{path} is out of date for {abbreviate(stale)}; {why}"
+            yield Finding("FAIL", "CDI", text, command)
         else:
             yield Finding("ok", "CDI", f"{path} is up to date")
 
@@ -8303,10 +8421,10 @@ class Checks:
         return found
 
     def _other_files(self) -> Findings:
-        """Check the files for node_exporter and node-feature-discovery, which the daemon writes."""
+        """Check the files for node_exporter, node-feature-discovery and the next daemon."""
         for each, problem in self._file_problems.items():
             if isdir(dirname(each)) and basename(each) != CDI_FILE:
-                yield Finding("FAIL", "files", f"{each} {problem}")
+                yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
 
         # Without a daemon the metrics are old, of course.
         path = self._settings.metrics_file
@@ -8318,8 +8436,7 @@ class Checks:
                 text = (
                     f"{path} is {pluralize(int(age // 60), 'minute')} old; the log has the reason"
                 )
-                command = "journalctl -t tt-device-plugin -p warning"
-                yield Finding("FAIL", "metrics", text, command)
+                yield Finding("FAIL", "metrics", text, LOG_COMMAND)
 
     def _kubelet(self) -> Findings:
         """Check the kubelet's directory, its socket, and its checkpoint."""

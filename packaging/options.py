@@ -116,7 +116,9 @@ EXPLANATIONS = {
         "limit. A card throttles at its own limit in any case; by default that is only logged."
     ),
     "heartbeat_misses": "The firmware changes its heartbeat every 0.1 seconds.",
-    "trip_holdoff": "Another trip restarts the period.",
+    "trip_holdoff": (
+        "Another trip restarts the period. The example alert needs more than 120 seconds."
+    ),
     "rename_by_default": (
         "With it, pods that want a device alone cannot get a shared one by mistake."
     ),
@@ -149,7 +151,7 @@ SWITCHES = {
     "help": "Print an overview and exit.\nAfter a command: print the options of that command.",
     "version": "Print the version and exit.",
     "json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
-    "quiet": "With\n.Cm check :\nprint only the lines that are not ok.",
+    "quiet": "With\n.Cm check :\nprint only the lines that are not ok, and those with FAIL first.",
     "config_only": "With\n.Cm check :\ncheck only the configuration.",
     "yes": "With\n.Cm fix :\nanswer yes to the questions, except before a reset on a Galaxy.",
 }

@@ -11,6 +11,7 @@ import pty
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
-from ttdp import OWN_DIRECTORY, Reason, SharedResource, Sharing
+from tests.world.tree import put
+from ttdp import OWN_DIRECTORY, Reason, Settings, SharedResource, Sharing
 
 FIRST = "0000:01:00.0"
 N150 = "tenstorrent.com/n150"
@@ -128,6 +130,20 @@ def test_quiet_prints_only_what_is_not_ok(host: Host) -> None:
 
     answer = host.run("check", "--quiet", "--config-only")
     assert (answer.out, answer.status) == ("", 0)
+
+
+def test_failures_come_first_in_what_others_cut(host: Host) -> None:
+    """node-problem-detector's message has 1000 bytes: eight chips without firmware fill it."""
+    for _ in range(15):
+        add(host, "p150a")[0].silence()
+    (host.root / "cdi").mkdir()
+
+    lines = host.run("check", "--quiet").findings
+    assert [line[:2] for line in lines[:2]] == [NOT_RUNNING[:2], ("FAIL", "CDI")]
+    assert {level for level, *_ in lines[2:]} == {"warn"} and len(str(lines)) > 1000
+
+    every = [line for line in host.run("check").findings if line[0] != "ok"]
+    assert every[0] == NOT_RUNNING and every[1][0] == "warn" and sorted(every) == sorted(lines)
 
 
 @pytest.mark.parametrize("width", [None, *range(40, 111)])
@@ -423,11 +439,11 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host) -> 
     for chip, kind in zip(chips, ("identity", "DMA-FQ"), strict=True):
         host.node.set_iommu(chip.bdf, kind)
 
-    for pages in (None, 3):  # None: the kernel has none of 1 GiB
+    for pages in (None, 1, 3):  # None: the kernel has none of 1 GiB
         if pages is not None:
             host.node.set_hugepages(pages)
         text = complaint(host, "warn", "hugepages")
-        number = f"{pages or 0} pages of 1 GiB"
+        number = f"{pages or 0} page{'' if pages == 1 else 's'} of 1 GiB"
         assert text.startswith(
             f"{number}, but 1 chip without an IOMMU (or iommu=pt): 4 needed; "
             "add hugepagesz=1G hugepages=4 to the kernel command line"
@@ -436,6 +452,25 @@ def test_a_chip_without_a_translating_iommu_needs_four_hugepages(host: Host) -> 
     host.node.set_hugepages(4)
     assert complaints(host) == []
     assert ("ok", "hugepages", "4 pages of 1 GiB, 4 needed") in findings(host)
+
+
+def test_pages_without_their_file_system_are_a_warning(host: Host) -> None:
+    """The boot option reserves them, but mounts nothing; a configuration can do without."""
+    host.node.set_iommu(FIRST, "identity")
+    host.node.set_hugepages(4)
+    put(host.node.root / "proc/mounts", "hugetlbfs /dev/hugepages hugetlbfs rw,pagesize=2M 0 0")
+
+    path = "/dev/hugepages-1G"
+    assert complaint(host, "warn", "hugepages") == (
+        f"no hugetlbfs is mounted on {path}, so containers get no pages of 1 GiB; run: "
+        f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {path}"
+    )
+
+    (host.root / "pages").mkdir()
+    host.configure("[[mounts]]", f'host = "{host.root}/pages"', f'container = "{path}"')
+    assert complaints(host) == []
+    host.configure('hugepages = "none"')
+    assert complaints(host) == []
 
 
 def test_hugepages_are_for_chips_in_service_that_have_a_device_file(host: Host) -> None:
@@ -569,15 +604,17 @@ def test_a_cdi_file_is_compared_with_the_device_files(host: Host) -> None:
 
 
 async def test_cdi_without_its_directory_fails_though_the_service_runs(served: Served) -> None:
-    """Pods cannot get devices, until the directory appears."""
+    """Pods cannot get devices, until the directory appears.
+
+    The strategy is that of the service, which can have it from a variable of its unit.
+    """
     await served.serve(N150, interval=0.1, device_list_strategy="cdi")
     text = f"{served.cdi_file} does not exist; {served.cdi_file.parent} does not exist"
-    problem = ("FAIL", "CDI", text)
-    assert problem in (await served.ask("check", "--device-list-strategy=cdi")).complaints
+    assert ("FAIL", "CDI", text) in (await served.ask("check")).complaints
 
     served.cdi_file.parent.mkdir()
     await until(served.cdi_file.exists)
-    answer = await served.ask("check", "--device-list-strategy=cdi")
+    answer = await served.ask("check")
     assert ("ok", "CDI", f"{served.cdi_file} is up to date") in answer.findings
 
 
@@ -712,11 +749,43 @@ async def test_files_that_cannot_be_written_fail(
     for path in (labels, metrics):
         path.mkdir(parents=True)
         (path / "full").touch()
+    state = served.root / "state.json"
+    (served.root / ".state.json.new").mkdir()  # in the way of a new version
     settings = {"labels_dir": str(labels.parent), "metrics_file": str(metrics)}
-    await served.serve(N150, interval=0.1, **settings)
-    await until(lambda: caplog.text.count("Is a directory") == 2)
+    await served.serve(N150, interval=0.1, state_dir=str(state.parent), **settings)
+    await until(lambda: caplog.text.count("Is a directory") == 3)
 
     problem = "is out of date and cannot be removed: Is a directory"
     answer = await served.ask("check")
     for path in (labels, metrics):
         assert ("FAIL", "files", f"{path} {problem}") in answer.complaints
+    problem = "cannot be written: Is a directory"
+    assert ("FAIL", "files", f"{state} {problem}") in answer.complaints
+
+
+async def test_a_directory_that_is_newer_than_the_service_needs_a_restart(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read-only in the service's sandbox; others need a drop-in, so a restart is no help."""
+    problem = f"cannot be written: {os.strerror(errno.EROFS)}"
+    restart = "systemctl restart tt-device-plugin"
+    for path in (Settings().metrics_file, f"{Settings().cdi_dir}/{ttdp.CDI_FILE}"):
+        assert ttdp.file_command(path, problem) == restart
+        assert ttdp.file_command(path, "cannot be written: No space left on device") == ""
+    assert ttdp.file_command("/srv/metrics/x.prom", problem) == ""
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    labels = served.root / "features.d"
+    labels.mkdir()
+    usual = replace(Settings(), labels_dir=str(labels), cdi_dir=str(served.root / "cdi"))
+    served.cdi_file.parent.mkdir()
+    monkeypatch.setattr(ttdp.OutputFile, "_replace", read_only)
+    daemon = await served.serve(N150, interval=0.1)
+    await until(lambda: len(daemon.daemon.host.files.problems) == 2)
+
+    monkeypatch.setattr(ttdp, "Settings", lambda: usual)
+    checks = await asyncio.to_thread(ttdp.Checks, daemon.settings, None)
+    found = {each.subject: each for each in checks.findings() if each.command == restart}
+    assert {*found} == {"files", "CDI"} and problem in found["CDI"].text

@@ -314,6 +314,19 @@ def test_an_unknown_key_is_reported_with_the_nearest_one_its_table_or_the_valid_
     assert line == f"FILE: {table}unknown key {key!r}; {advice}"
 
 
+def test_a_message_is_short_and_has_what_is_wrong() -> None:
+    """Of a long list the elements that are not valid, of a long key its begin."""
+    known = [f"0000:{bus:02x}:00.0" for bus in range(32)]
+    line = rejection(f"exclude = {toml([*known, '0000:3:00.0'])}")
+    assert line.startswith("FILE: exclude: ['0000:3:00.0'] is not valid; must be a list")
+
+    line = rejection(f"{SHARED}devices = {toml([*known, True])}")
+    assert line.startswith("FILE: [[sharing.resources]] devices: [True] is not valid")
+
+    line = rejection(f"{'unit' * 1000} = 1")
+    assert line.startswith("FILE: unknown key 'unitunit") and len(line) < 500
+
+
 @pytest.mark.parametrize(
     ("variable", "advice"),
     [

@@ -128,8 +128,9 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     [
         (lambda node: None, "driver 2.10.1-pre, 0 chips"),
         (lambda node: node.unload_driver(), "driver is not loaded, 0 chips"),
+        (lambda node: node.add("n150", bdf="0000:01:00.0"), "driver 2.10.1-pre, 1 chip"),
     ],
-    ids=["no card", "no driver"],
+    ids=["no card", "no driver", "all excluded"],
 )
 async def test_no_device_is_an_error_if_that_is_configured(
     node: SimulatedNode, start: StartDaemon, caplog: pytest.LogCaptureFixture,
@@ -138,11 +139,11 @@ async def test_no_device_is_an_error_if_that_is_configured(
     """Status 1, and one line that reports what is missing."""
     prepare(node)
 
-    daemon = await start(fail_on_init_error=True)
+    daemon = await start(fail_on_init_error=True, exclude=("0000:01:00.0",))
 
     assert await asyncio.wait_for(daemon.ended(), PATIENCE) == 1
     assert not daemon.notified("READY=1")
-    assert errors(caplog) == [f"exiting (fail_on_init_error): {found}"]
+    assert errors(caplog) == [f"exiting (fail_on_init_error): {found}; no device to offer"]
 
 
 # -- the watchdog, and observations that fail ------------------------------------------------------

@@ -144,6 +144,13 @@ def test_labels_do_not_count_it(found: ttdp.Decision) -> None:
     assert "tenstorrent.com/n150.count=1\n" in ttdp.labels_file(found)
 
 
+def test_nodes_are_not_selected_by_it() -> None:
+    """Neither by its architecture nor by its firmware, which would be mixed."""
+    chips = [chip(1, firmware="19.4.0.0"), chip(2, "p150a", firmware="18.0.0.0")]
+    text = ttdp.labels_file(decide(chips, without(2)))
+    assert "tenstorrent.com/firmware.version=19.4.0.0\n" in text and "blackhole" not in text
+
+
 def test_of_a_chip_out_of_service_metrics_have_only_that_it_is(
     found: ttdp.Decision, is_held: bool
 ) -> None:

@@ -415,6 +415,7 @@ def test_a_dead_chip_has_only_the_values_of_its_link(chip: Chip) -> None:
         ("current_link_speed", "5 GT/s", 5e9),  # before Linux 5.8
         ("current_link_speed", "Unknown", None),
         ("current_link_width", "63", None),  # all ones of its six bits
+        ("current_link_width", "0", None),  # unknown: no alert on a link of x0
         ("aer_dev_correctable", "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7", 7),
         ("aer_dev_fatal", "Undefined 1\nTOTAL_ERR_FATAL 12", 12),
         ("aer_dev_nonfatal", "Undefined 1", None),

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,20 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
         ttdp.print_safely("n150 ×4, 41 °C, naïve …")
 
         assert written.getvalue() == b"n150 x4, 41  C, na?ve .\n"
+
+
+@pytest.mark.parametrize(("locale", "title"), [("C", b"   C  W"), ("C.UTF-8", b"  \xc2\xb0C  W")])
+def test_a_terminal_in_the_locale_c_gets_ascii(host: Host, locale: str, title: bytes) -> None:
+    """Python itself would write UTF-8 there, which a serial console does not show."""
+    host.node.add("n150")
+    terminal, end = pty.openpty()
+    command = [*PROGRAM, "list", *host.flags]
+    subprocess.run(command, env=environment(LC_ALL=locale), stdout=end, stderr=subprocess.DEVNULL)
+    os.close(end)
+    with open(terminal, "rb", 0) as file:
+        shown = file.read(65536)
+
+    assert title in shown and (locale == "C") == shown.isascii()
 
 
 def test_no_device_is_not_an_error(host: Host) -> None:
@@ -698,15 +714,35 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     assert (bdf(4) in found.problem) is (driver is not None)
 
 
-@pytest.mark.usefixtures("three")
-async def test_a_daemon_of_another_node_is_not_asked(served: Served) -> None:
-    """Other roots or directories: one look, and a line that names the daemon's directory."""
-    other = Host(served.root / "elsewhere", served.node, served.environ)
+@pytest.mark.parametrize("key", ttdp.NEEDS_RESTART)
+async def test_a_daemon_of_another_node_is_not_asked(
+    served: Served, three: RunningDaemon, key: str
+) -> None:
+    """Other roots or directories: one look, and a line that names the option with both values.
 
-    answer = await other.ask("list")
+    It can have changed in the file, where a reload does not apply it.
+    """
+    theirs, ours = getattr(three.settings, key), f"{served.root}/elsewhere"
+    words = ["list", *served.flags, f"{ttdp.flag_of(key)}={ours}"]
 
-    reason = f"({served.plugins}); run this command with the same options"
-    assert answer.err == f"the service uses different directories {reason}, {ONE_LOOK}\n"
+    answer = await asyncio.to_thread(forked, words, environment() | served.environ)
+
+    text = f"the service uses {key} {theirs}, not {ours}; restart it, or run this command with its"
+    assert answer.err == f"{text} options, {ONE_LOOK}\n"
+
+
+async def test_a_daemon_started_by_hand_leaves_the_services_socket_to_it(
+    served: Served, three: RunningDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves another directory; else `list` would show its view, and none after its end."""
+    other = replace(three.settings, device_plugin_dir=f"{served.root}/other")
+    async with RunningDaemon(served.node, other) as second:
+        await until(lambda: second.notified("READY=1"))
+        text = f"cannot open the status socket {served.root}/status.sock: Address already in use"
+        assert f"{text}; list and check cannot reach this daemon" in caplog.messages
+
+        assert (await served.ask("list")).err == ""
+    assert (await served.ask("list")).err == ""
 
 
 @pytest.mark.usefixtures("three")
@@ -725,9 +761,10 @@ async def test_an_invalid_configuration_does_not_lead_to_other_directories(serve
     assert [row["USED BY"] for row in answer.table] == ["-", "-", "-"]
 
     answer = await ask("check")
+    running = f"{ttdp.__version__} is running, registered with kubelet"
     assert answer.findings[:2] == [
         ("FAIL", "configuration", problem),
-        ("ok", "service", f"{ttdp.__version__} is running, registered with kubelet"),
+        ("ok", "service", f"{running}; it cannot start again with this configuration"),
     ]
     socket_works = f"{served.plugins}/kubelet.sock accepts connections"
     assert ("ok", "kubelet", socket_works) in answer.findings
@@ -771,7 +808,6 @@ def answering(path: Path, answers: Iterable[bytes]) -> Iterator[None]:
 
 
 STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
-    "empty": [],
     "no JSON": [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
     "no text": [b"\xff\xfe"],
     "an array": [b"[]"],
@@ -793,6 +829,19 @@ def test_whatever_else_answers_on_the_services_socket_is_a_problem(
         found = ttdp.ask(str(path))
     text = f"does not answer on {path}: not a view of this program"
     assert found == ttdp.ServiceProblem("FAIL", text)
+
+
+async def test_a_view_that_is_not_ready_in_time_is_a_problem_of_the_service(
+    served: Served, three: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a starved machine: no other program has the socket."""
+    monkeypatch.setattr(ttdp.SharedText, "TIMEOUT", 0.0)
+
+    answer = await served.ask("check")
+
+    text = f"closed {served.root}/status.sock without an answer: it is overloaded, or its log has "
+    text += "an error; run: journalctl -t tt-device-plugin -p warning"
+    assert ("FAIL", "service", text) in answer.complaints
 
 
 def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:

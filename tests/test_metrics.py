@@ -183,6 +183,14 @@ def test_a_chip_without_a_class_device_has_no_values() -> None:
     assert found == {"healthy": 0, 'fault{kind="node"}': 1}
 
 
+def test_a_chip_that_reports_nothing_has_no_values_of_before() -> None:
+    """After a rebind it is healthy for ten seconds, until its firmware must have reported."""
+    state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))
+    state.apply(ttdp.Reading(state.chip.function, Telemetry(), 1.0), ttdp.HealthSettings())
+
+    assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
+
+
 def test_a_new_device_file_has_no_sensors_of_the_former_one() -> None:
     """Another card can be in the slot, and sensors are read every 15 s only."""
     state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import ttdp
+from tests.chips import bdf, chip, decide
 from tests.conftest import kubelet_of, plugin_sockets
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
@@ -298,6 +299,36 @@ async def test_a_manager_that_reads_late_blocks_nothing_and_gets_all_in_order(
         heard = received(manager)
 
     assert heard == ["READY=1", "WATCHDOG=1", "STATUS=2 × n150", "STOPPING=1"]
+
+
+def galaxy_status() -> str:
+    """Return the status of a Galaxy that is gone, each of whose chips has a resource of its own."""
+    buses = [tray + position for tray in ttdp.GALAXY_TRAYS for position in ttdp.GALAXY_POSITIONS]
+    names = {bdf(bus): f"galaxy-chip-{bus:02x}" for bus in buses}
+    shared = [
+        ttdp.SharedResource("galaxy-wormhole", 4, name, (each,)) for each, name in names.items()
+    ]
+    settings = ttdp.Settings(sharing=ttdp.Sharing(resources=tuple(shared)))
+    chips = [chip(bus, "galaxy-wormhole", present=False) for bus in buses]
+    return ttdp.status_line(decide(chips, settings), {}, ["the configuration was rejected"])
+
+
+@pytest.mark.parametrize("status", [galaxy_status(), "é" * 5000, "x" + "é" * 5000])
+def test_a_long_status_loses_its_middle(
+    monkeypatch: pytest.MonkeyPatch, short_tmp: Path, status: str
+) -> None:
+    """systemd ignores a message of more than 4096 bytes: it would go on to show the last one."""
+    assert len(status.encode()) > 4096
+    address = str(short_tmp / "manager")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as manager:
+        manager.bind(address)
+        notifier(monkeypatch, address).show(status)
+        (message,) = received(manager)
+
+    assert 4080 < len(message.encode()) <= 4096
+    begin, _, end = message.removeprefix("STATUS=").partition("…")
+    assert status.startswith(begin) and status.endswith(end)
+    assert len(end) > 1000, "the last part says whether the kubelet knows, and what is rejected"
 
 
 @pytest.mark.parametrize("address", ["", "/nowhere/notify"])

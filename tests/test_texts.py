@@ -209,6 +209,36 @@ def test_each_fault_in_the_log_is_an_event_of_the_node() -> None:
     assert len(events) == len(ill) + 1
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "unit =",
+        "unti = 'board'",
+        "unit = 'boards'",
+        "interval = 1.0",
+        "device_list_strategy = 'cdi'\ncdi_dir = ''",
+        "[[mounts]]",
+        "[[sharing.resources]]\nname = 'n300'\nreplicas = 4\ndevices = 1",
+    ],
+)
+def test_each_rejected_configuration_is_an_event_of_the_node(tmp_path: Path, content: str) -> None:
+    """At a reload, and at a start, which ends with it; other lines of the log are none."""
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
+    *_, rule = json.loads(example["data"]["journal.json"])["rules"]
+
+    def is_event(line: str) -> bool:
+        return re.fullmatch(rule["pattern"], line) is not None
+
+    with pytest.raises(ttdp.ConfigError) as error:
+        configured(tmp_path, content)
+    assert is_event(f"{error.value}")
+    assert is_event(f"reload failed, keeping the old configuration: {error.value}")
+
+    (unknown,) = ttdp.unknown_variables({"TTDP_UNTI": ""})
+    for line in (unknown, "configuration reloaded", "/run/x/status.sock: permission denied"):
+        assert not is_event(line)
+
+
 def test_the_first_configuration_sets_nothing(tmp_path: Path) -> None:
     """It is valid as it is, and also if each of its examples is used: together or alone."""
     text = (DEB / "config-at-first.toml").read_text()

@@ -205,6 +205,7 @@ def driver_cases() -> dict[str, Case]:
         "driver unloaded and a chip": missing._replace(other=fault("gone", NEW)),
         "driver missing since boot": missing._replace(changes=unloaded | unseen),
         "bound to vfio-pci": Case(unloaded | unseen | vfio),
+        "bound to vfio-pci after the boot": fault("no_driver", more=unloaded | vfio),
         "never bound": never,
         "one never bound, one gone": one._replace(other=fault("gone"), is_beside=True),
     }

@@ -223,7 +223,7 @@ def test_the_values_of_panels(prometheus: Prometheus) -> None:
     """
     assert values(prometheus, "Chips") == {"": 6 * 6}
     assert values(prometheus, "Unhealthy") == {"": 6}
-    assert values(prometheus, "In use") == {"": 6 * 2}
+    assert values(prometheus, "Allocated to pods") == {"": 6 * 2}
     assert values(prometheus, "Functions without a driver") == {"": 0}
     assert values(prometheus, "Free chips by board") == {"p150": 6, "p300": 6 * 2}
     assert values(prometheus, "Nodes registered with their kubelet")[N150] == 6
