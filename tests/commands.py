@@ -146,7 +146,7 @@ class Served(Host):
     async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
         """Start the daemon, and wait until it is ready and has registered this resource."""
         self.daemon = await self.start(runtime_dir=str(self.root), **settings)
-        await until(lambda: self.daemon.notified("READY=1"))
+        await self.daemon.ready()
         if resource:
             await self.kubelet.registered(resource)
         return self.daemon

@@ -50,8 +50,8 @@ async def turns(daemon: RunningDaemon, number: int = 5) -> None:
 async def polls(daemon: RunningDaemon, number: int = 5) -> None:
     """Wait for polls, at each of which the daemon looks at chips and pods' cgroups."""
     for _ in range(number):
-        last = daemon.daemon.host.polled_at
-        await until(lambda: daemon.daemon.host.polled_at > last)  # noqa: B023
+        last = daemon.host.polled_at
+        await until(lambda: daemon.host.polled_at > last)  # noqa: B023
 
 
 @contextlib.contextmanager

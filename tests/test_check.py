@@ -182,8 +182,8 @@ async def test_a_rejected_configuration_on_disk_fails(served: Served) -> None:
         raise ttdp.ConfigError("/etc/x: unit: 'boards' is not valid; must be chip or board")
 
     daemon.loaded = load
-    daemon.daemon.reload()
-    await until(lambda: daemon.daemon.host.rejected)
+    daemon.reload()
+    await until(lambda: daemon.host.rejected)
 
     level, subject, text = (await served.ask("check")).findings[1]
     assert (level, subject) == ("FAIL", "service")
@@ -611,7 +611,7 @@ async def test_a_directory_that_cannot_be_made_fails(served: Served) -> None:
     own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
     shutil.rmtree(own)
     own.touch()
-    await until(lambda: daemon.daemon.host.problems)
+    await until(lambda: daemon.host.problems)
 
     text = f"directory for containers cannot be used: {own}: Not a directory"
     assert ("FAIL", "directories", text) in (await served.ask("check")).complaints
@@ -661,7 +661,7 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
 
     monkeypatch.setattr(ttdp, "_remove_entry", busy)
     daemon = await served.serve(N150, interval=0.1)
-    await until(lambda: daemon.daemon.host.directories.resisting)
+    await until(lambda: daemon.host.directories.resisting)
 
     answer = await served.ask("check")
 

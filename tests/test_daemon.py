@@ -23,10 +23,6 @@ from tests.world.simulation import STALLS, RunningDaemon, settings_of
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 
 
-async def ready(daemon: RunningDaemon) -> None:
-    await until(lambda: daemon.notified("READY=1"))
-
-
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "ERROR"]
 
@@ -36,7 +32,7 @@ async def test_hot_plug_reaches_the_kubelet_by_events(
 ) -> None:
     """Polls are an hour apart. The first card of a node becomes a resource, too."""
     daemon = await start(interval=3600)
-    await ready(daemon)
+    await daemon.ready()
     assert daemon.notified("STATUS=no Tenstorrent device on this node; waiting for one")
     assert not kubelet.find("register")
 
@@ -78,7 +74,7 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     assert not [note for note in daemon.notes if note.startswith(("READY", "RELOADING"))]
 
     second.bind()
-    await ready(daemon)
+    await daemon.ready()
     assert daemon.notified(f"STATUS=2 × {N150}, 2 healthy; 1 × {P150A}, 1 healthy")
 
 
@@ -91,7 +87,7 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     (chip,) = node.add("n150")
     chip.unbind()
     daemon = await start(interval=3600)
-    await ready(daemon)
+    await daemon.ready()
 
     assert sum(chip.bdf in line for line in caplog.messages) == 1
 
@@ -120,7 +116,8 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     CANNOT_BE_BOUND[why](node, card)
     excluded = (card.bdf,) if why == "it is out of service" else ()
 
-    await ready(await start(interval=3600, exclude=excluded))
+    daemon = await start(interval=3600, exclude=excluded)
+    await daemon.ready()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ async def test_the_watchdog_is_fed_in_half_its_time_whatever_the_interval_of_pol
     monkeypatch.setattr("ttdp.ROUND", 3600.0)
     node.add("n150")
     daemon = await start({"WATCHDOG_USEC": "400000"}, interval=3600)
-    await ready(daemon)
+    await daemon.ready()
 
     await turns(daemon, 3)
 
@@ -164,7 +161,7 @@ async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, start: StartD
     """Polls bring WATCHDOG=1 only if systemd has set its time."""
     node.add("n150")
     daemon = await start(interval=0.05)
-    await ready(daemon)
+    await daemon.ready()
 
     await polls(daemon)
 
@@ -183,7 +180,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     (chip,) = node.add("n150")
     daemon = await start(interval=3600, environ=WATCHDOG)
     await kubelet.registered(N150)
-    polled_at = daemon.daemon.host.polled_at
+    polled_at = daemon.host.polled_at
     failed: list[float] = []
 
     def fail(*_: object, **__: object) -> None:
@@ -200,7 +197,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
 
     assert len(failed) <= 3 + (failed[-1] - failed[0]) / 0.05  # and one for each event
-    assert daemon.notified("WATCHDOG=1") and daemon.daemon.host.polled_at == polled_at
+    assert daemon.notified("WATCHDOG=1") and daemon.host.polled_at == polled_at
     lines = [line for line in caplog.messages if "the node's state" in line]
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
@@ -265,7 +262,7 @@ async def test_every_output_says_that_the_last_state_is_old(
         daemon = await served.serve(N150, interval=0.1)
         chip.fail("numa_node")
     text = "cannot read the node's state; keeping the last one: "
-    await until(lambda: text in str([note for note in daemon.notes if "STATUS=" in note][-1:]))
+    await until(lambda: text in daemon.status)
 
     listed = await served.ask("list")
     assert listed.err.startswith(text) and listed.status == 1
@@ -273,14 +270,14 @@ async def test_every_output_says_that_the_last_state_is_old(
     checked = await served.ask("check")
     assert [found[:2] for found in checked.findings if text in found[2]] == [("FAIL", "node")]
     assert checked.status == 1 and "none found" not in checked.out
-    assert await daemon.daemon._reporter.metrics.get() is None
+    assert await daemon.metrics() is None
 
     chip.restore("numa_node")
     await kubelet.registered(N150)
-    await until(lambda: not daemon.daemon.host.problems)
-    await until(lambda: text not in [note for note in daemon.notes if "STATUS=" in note][-1])
+    await until(lambda: not daemon.host.problems)
+    await until(lambda: text not in daemon.status)
     assert (await served.ask("list")).status == 0
-    assert await daemon.daemon._reporter.metrics.get()
+    assert await daemon.metrics()
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------
@@ -316,7 +313,7 @@ async def test_it_is_ready_and_waits_for_the_kubelets_own_directory(
         own.symlink_to(target)
 
     async with RunningDaemon(node, settings_of(node, plugins, interval=0.05)) as daemon:
-        await ready(daemon)
+        await daemon.ready()
         assert any(f"no kubelet is installed ({own} {why})" in note for note in daemon.notes)
         assert not own.exists()
 
@@ -345,7 +342,7 @@ async def test_a_directory_that_becomes_a_file_ends_the_daemon(
 ) -> None:
     """In the same way: a new mount namespace may see the directory."""
     daemon = await start()
-    await ready(daemon)
+    await daemon.ready()
 
     directory.rename(directory.with_name("gone"))
     directory.write_text("")
@@ -361,7 +358,7 @@ async def test_a_new_directory_takes_a_restart(
     """One line reports it; every other key takes effect, and the sockets stay where they are."""
     node.add("n150")
     daemon = await start()
-    await ready(daemon)
+    await daemon.ready()
     elsewhere = short_tmp / "elsewhere"
 
     daemon.reload(device_plugin_dir=str(elsewhere), resource_naming="arch")
@@ -436,7 +433,7 @@ async def test_a_reload_ends_even_if_the_turn_fails(
 ) -> None:
     """systemd waits for READY=1 after RELOADING=1."""
     daemon = await start()
-    await until(lambda: daemon.notified("READY"))
+    await daemon.ready()
     daemon.forget_notes()
 
     def fail(*_: object) -> None:
@@ -445,7 +442,7 @@ async def test_a_reload_ends_even_if_the_turn_fails(
     monkeypatch.setattr(ttdp, "decide", fail)
     daemon.reload(resource_naming="arch")
 
-    await until(lambda: daemon.notified("READY"))
+    await daemon.ready()
 
 
 async def stop_after_a_pod_has_started(
@@ -456,7 +453,7 @@ async def stop_after_a_pod_has_started(
     daemon = await start(state_dir=state_dir)
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
-    await until(lambda: daemon.daemon.host.holds.current(time.monotonic())[0].pod)
+    await until(lambda: daemon.host.holds.current(time.monotonic())[0].pod)
     await daemon.stop()
 
 
@@ -469,7 +466,8 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     caplog.clear()
     caplog.set_level("INFO")
 
-    await ready(await start(state_dir=str(tmp_path)))
+    daemon = await start(state_dir=str(tmp_path))
+    await daemon.ready()
 
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
 

@@ -90,11 +90,6 @@ def pages_of(kubelet: Kubelet, pod: str, container: str = "main") -> Path:
     return mounts(kubelet, pod, container)["/dev/hugepages-1G"]
 
 
-def status(daemon: RunningDaemon) -> str:
-    """What systemd shows."""
-    return [note for note in daemon.notes if note.startswith("STATUS=")][-1]
-
-
 async def run(kubelet: Kubelet, pod: str, resource: str = N150, **options: Any) -> Path:
     """Run a pod; return its directory of 1 GiB pages."""
     await kubelet.registered(resource)
@@ -218,7 +213,7 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
     daemon = await start(interval=3600, sharing=SHARED)
     former = await run(kubelet, "one")
     leave_pages(former)
-    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    await until(lambda: not daemon.host.holds.is_awaiting_containers)
 
     kubelet.delete("one")
     await until(lambda: not [*node.root.glob("sys/fs/cgroup/**/pod*")])
@@ -256,8 +251,9 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     daemon = await start()
     own = await run(kubelet, "train")
 
+    daemon.forget_notes()
     daemon.reload(hugepages="none")
-    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await daemon.ready()
     assert mode_of(own) == 0o777
 
     # hugetlbfs is empty after a boot. The kubelet starts when the daemon is ready.
@@ -269,7 +265,7 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     booted = RunningDaemon(node, settings_of(node, directory, hugepages="none"))
     booted.notes = witness = Witness(own)
     async with booted:
-        await until(lambda: booted.notified("READY=1"))
+        await booted.ready()
         assert witness.mode == 0o777
         await kubelet.start()
         await kubelet.running("train", "main")
@@ -305,7 +301,7 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
 
     own.rmdir()
     own.symlink_to("/")
-    await until(lambda: "directory for containers cannot be used" in status(daemon))
+    await until(lambda: "directory for containers cannot be used" in daemon.status)
 
     await polls(daemon)
     assert "cannot read" not in caplog.text and "internal error" not in caplog.text
@@ -314,7 +310,7 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
     await kubelet.wait_for(lambda: not kubelet.healthy(N150))
 
     own.unlink()
-    await until(lambda: "directory for containers" not in status(daemon))
+    await until(lambda: "directory for containers" not in daemon.status)
     assert mode_of(own) == 0o777
 
 

@@ -305,10 +305,11 @@ async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, bdf: str) -> N
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 1})
     await kubelet.running("train", "main")
-    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    await until(lambda: not daemon.host.holds.is_awaiting_containers)
 
+    daemon.forget_notes()
     daemon.reload(exclude=(bdf,))
-    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await daemon.ready()
 
 
 async def test_of_a_deployments_pods_one_at_most_is_refused_after_the_one_that_had_the_chip(

@@ -91,7 +91,7 @@ async def test_the_files_follow_the_chips_and_outlive_the_daemon(
     assert described(cdi) == device_files(node) and not daemon.notified("READY=1")
 
     third.vanish()
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
 
     node.swap_ordinals(first.bdf, second.bdf)
     await until(lambda: described(cdi) == device_files(node))
@@ -125,7 +125,7 @@ async def test_a_file_appears_with_its_directory_and_is_written_again(
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
-    await until(lambda: daemon.daemon.host.holds.names)
+    await until(lambda: daemon.host.holds.names)
 
     for path in unread.values():
         path.parent.mkdir()
@@ -177,7 +177,7 @@ async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
         path.unlink()
         path.mkdir()  # which unlink() does not remove
     later = await start(interval=0.05, state_dir=str(short_tmp), **none)
-    await until(lambda: later.notified("READY=1"))
+    await later.ready()
     await later.stop()
 
     for path in places.values():

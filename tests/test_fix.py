@@ -281,7 +281,7 @@ class Mended(Served):
         await self.kubelet.registered(resource)
         for pod in pods:
             await self.kubelet.admit(pod, "main", {resource: number})
-        await until(lambda: len(self.daemon.daemon.host.holds.names) == len(pods))
+        await until(lambda: len(self.daemon.host.holds.names) == len(pods))
 
     async def shows(self, chip: Chip, kind: Kind) -> None:
         """Wait until the daemon sees this fault."""

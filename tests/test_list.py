@@ -553,7 +553,7 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
 
     answer = await served.ask("list")
     check = await served.ask("check")
-    metrics = await daemon.daemon._reporter.metrics.get() or ""
+    metrics = await daemon.metrics() or ""
     (row,) = (await served.ask("list", "--json")).rows
 
     status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
@@ -626,7 +626,7 @@ async def test_a_fault_that_the_view_finds_first_has_its_own_time(
     monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     (chip,) = served.node.add("n150")
     daemon = await served.serve(N150, interval=3600)
-    state = daemon.daemon.host.inventory.states[chip.bdf]
+    state = daemon.host.inventory.states[chip.bdf]
     chip.unbind()
     await until(lambda: state.since)
     state.since = LONG_AGO

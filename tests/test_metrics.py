@@ -142,7 +142,7 @@ async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
     put(errors, "RxErr 0\nBadTLP 7\nTOTAL_ERR_COR 7")
 
     async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
+        await daemon.ready()
         assert of(card.bdf, await scrape(listening)) == P150A
 
 
@@ -269,7 +269,7 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     _, second = node.add("n150") + node.add("n150")
     await kubelet.stop()
     daemon = await start(interval=0.1)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
     resource = f'resource="{N150}"'
     counters = [
         f"tt_kubelet_registered{{{resource}}}",
@@ -514,7 +514,7 @@ async def served(
     node.add("n150")
     daemon = await start(interval=3600, runtime_dir=str(short_tmp))
     await kubelet.registered(N150)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
     caplog.clear()
     monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 3600)
     yield listening

@@ -214,7 +214,7 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     """The loop is not woken every tenth of a second until the read counts as blocked."""
     blocked, other = node.add("n150") + node.add("n150")
     daemon = await start(WATCHDOG, interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
     blocked.block("tt_heartbeat")
     daemon.forget_notes()
 

@@ -150,7 +150,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     def allocate() -> None:
         for chip in chips:
             if is_scanning:
-                daemon.daemon.host.read_chips(is_poll=False)
+                daemon.host.read_chips(is_poll=False)
             request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
             try:
                 request.send(None)
@@ -165,7 +165,7 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
 
     settings = settings_of(node, directory, interval=3600)
     async with RunningDaemon(node, settings) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
+        await daemon.ready()
         node.on_step = allocate
         for _ in range(3):
             node.swap_ordinals(chips[0].bdf, chips[1].bdf)
@@ -236,7 +236,7 @@ async def test_an_answer_has_the_settings_of_one_moment(
     admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
     await until(lambda: looks)
     daemon.reload(hugepages="none", device_list_strategy="cdi")
-    await until(lambda: daemon.daemon.host.settings.hugepages == "none")
+    await until(lambda: daemon.host.settings.hugepages == "none")
     link.rename(chip.by_pci)
     answer = await admission
 

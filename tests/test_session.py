@@ -595,7 +595,7 @@ async def test_the_status_follows_registrations_at_once(
     monkeypatch.setattr("ttdp.ROUND", 3600.0)
     kubelet.file.path = directory.with_name("elsewhere")
     daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
 
     await kubelet.kill()
     await until(lambda: any("its socket refuses connections" in note for note in daemon.notes))

@@ -110,7 +110,7 @@ async def stalled(host: FixHost) -> AsyncIterator[FixHost]:
     more = {"runtime_dir": str(host.root), "health": STALLS}
     settings = settings_of(host.node, host.plugins, **more)
     async with RunningDaemon(host.node, settings) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
+        await daemon.ready()
 
         host.ill.freeze()
 
