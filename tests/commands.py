@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
-from tests.conftest import StartDaemon
 from tests.world import simulation
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, until
-from tests.world.simulation import RunningDaemon
+from tests.world.simulation import RunningDaemon, StartDaemon
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -136,12 +135,13 @@ class Host:
         return Answer(ended.returncode, ended.stdout, ended.stderr)
 
 
+@dataclass(kw_only=True)
 class Served(Host):
     """A host with a kubelet and, after serve(), a daemon."""
 
     kubelet: Kubelet
     start: StartDaemon
-    daemon: RunningDaemon
+    daemon: RunningDaemon = field(init=False)
 
     async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
         """Start the daemon, and wait until it is ready and has registered this resource."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2_grpc as rpc
+from tests.commands import Served
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
+from tests.world.simulation import StartDaemon as StartDaemon
 
-StartDaemon = Callable[..., Any]
 WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
 
 
@@ -115,3 +116,10 @@ async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaem
             )
 
         yield start_daemon
+
+
+@pytest.fixture
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """Return the host of the kubelet and, after serve(), of a daemon: for commands that ask it."""
+    environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
+    return Served(short_tmp, node, environ, kubelet=kubelet, start=start)

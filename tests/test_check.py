@@ -19,10 +19,7 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from tests.commands import Host, Served, forked, host_with
-from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
-from tests.world.node import SimulatedNode
 from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import OWN_DIRECTORY, Reason, SharedResource, Sharing
@@ -155,11 +152,9 @@ def test_each_command_is_on_one_line(
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
-    """The host of a kubelet and, when it is started, a daemon."""
-    node.set_iommu(node.add("n150")[0].bdf)
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
+def served(served: Served) -> Served:
+    """With an n150 behind an IOMMU."""
+    add(served, "n150")
     return served
 
 

@@ -248,34 +248,34 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
 
 
 @pytest.mark.parametrize("at_start", [True, False])
-async def test_every_output_says_that_the_last_state_is_old(
-    short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, at_start: bool
-) -> None:
+async def test_every_output_says_that_the_last_state_is_old(served: Served, at_start: bool) -> None:
     """Neither an empty node nor healthy chips, until it can be read again."""
-    (chip,) = node.add("n150")
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
+    (chip,) = served.node.add("n150")
     if at_start:
         chip.fail("numa_node")
-        daemon = await start(runtime_dir=str(short_tmp), interval=0.1)
+        daemon = await served.start(runtime_dir=str(served.root), interval=0.1)
     else:
         daemon = await served.serve(N150, interval=0.1)
         chip.fail("numa_node")
+
     text = "cannot read the node's state; keeping the last one: "
     await until(lambda: text in daemon.status)
 
     listed = await served.ask("list")
     assert listed.err.startswith(text) and listed.status == 1
     assert "no Tenstorrent device" not in listed.out
+
     checked = await served.ask("check")
     assert [found[:2] for found in checked.findings if text in found[2]] == [("FAIL", "node")]
     assert checked.status == 1 and "none found" not in checked.out
+
     assert await daemon.metrics() is None
 
     chip.restore("numa_node")
-    await kubelet.registered(N150)
+    await served.kubelet.registered(N150)
     await until(lambda: not daemon.host.problems)
     await until(lambda: text not in daemon.status)
+
     assert (await served.ask("list")).status == 0
     assert await daemon.metrics()
 

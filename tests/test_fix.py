@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,7 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
 # -- on a node -------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True)
 class Mended(Served):
     """A host whose operator runs `fix`."""
 
@@ -329,10 +331,10 @@ async def host(
     controls = Controls(node, short_tmp)
     controls.install("tt-smi", "modprobe")
     environ = {"RUNTIME_DIRECTORY": str(short_tmp), "TT_CONTROLS": controls.path}
-    host = Mended(short_tmp, node, environ, dict(QUICK))
-    host.controls, host.kubelet, host.start = controls, kubelet, start
     async with controls.serving():
-        yield host
+        yield Mended(
+            short_tmp, node, environ, {**QUICK}, kubelet=kubelet, start=start, controls=controls
+        )
 
 
 def unload(chip: Chip) -> None:

@@ -24,8 +24,6 @@ import pytest
 import ttdp
 from tests.chips import bdf, chip, decide, hold
 from tests.commands import PROGRAM, Answer, Host, Served, forked, host_with, view_of
-from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
@@ -415,14 +413,6 @@ def test_one_look_judges_no_heartbeat_and_cannot_say_when_a_fault_began(host: Ho
 
 async def users(host: Host) -> list[str]:
     return [row["USED BY"] for row in (await host.ask("list")).table]
-
-
-@pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
-    """The host of a kubelet and, when it is started, a daemon."""
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
-    return served
 
 
 @pytest.fixture

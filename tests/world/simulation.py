@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,9 @@ class RunningDaemon:
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.decision.chips[bdf]
+
+
+StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`
 
 
 def main(arguments: Sequence[str]) -> int:
