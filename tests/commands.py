@@ -281,7 +281,7 @@ def _be_on_terminal(
 def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[Host]:
     """Give a host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
     (root / "node").mkdir()
-    node = SimulatedNode(root / "node", driver=driver, nodes="link")
+    node = SimulatedNode(root / "node", driver=driver)
     for card in cards:
         for chip in node.add(card):
             node.set_iommu(chip.bdf)

@@ -430,14 +430,14 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
         await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
 
     path.unlink(missing_ok=True)
-    kubelet = kubelet_of(node, directory)
-    await kubelet.start(deaf=True)
-    await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
 
     monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
-    await kubelet.restart()
-    await kubelet.registered(N150)
-    await kubelet.stop()
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
 
 
 async def test_a_kubelet_that_opens_no_stream_is_tried_again(

@@ -22,7 +22,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -77,26 +76,19 @@ class Sockets:
 
     def __init__(self) -> None:
         self._servers: list[grpc.aio.Server] = []
-        self._deaf: list[socket.socket] = []
 
     def open(self) -> bool:
-        return bool(self._servers or self._deaf)
+        return bool(self._servers)
 
     @contextlib.asynccontextmanager
-    async def bound(self, path: Path, deaf: bool) -> AsyncIterator[grpc.aio.Server | None]:
-        """Bind a private name, give a server, or None if `deaf`, and link `path` at the end.
+    async def bound(self, path: Path) -> AsyncIterator[grpc.aio.Server]:
+        """Bind a private name, give its server, and link `path` at the end.
 
         gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing.
         """
-        server = None
         with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=path.parent.parent) as private:
-            if deaf:
-                self._deaf.append(listening := socket.socket(socket.AF_UNIX))
-                listening.bind(f"{private}/s")
-                listening.listen()
-            else:
-                self._servers.append(server := grpc.aio.server())
-                server.add_insecure_port(f"unix:{private}/s")
+            self._servers.append(server := grpc.aio.server())
+            server.add_insecure_port(f"unix:{private}/s")
             yield server
             os.link(f"{private}/s", path)
 
@@ -105,9 +97,6 @@ class Sockets:
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(None)
-        for listening in self._deaf:
-            listening.close()
-        self._deaf = []
 
 
 def sweep(config: Config) -> None:
@@ -403,8 +392,8 @@ class Kubelet(_Running):
 
     # Life
 
-    async def start(self, *, deaf: bool = False) -> None:
-        """Read the checkpoint, empty the directory, make `kubelet.sock`; `deaf`: never answer."""
+    async def start(self) -> None:
+        """Read the checkpoint, empty the directory, make `kubelet.sock`, and answer on it."""
         if self._sockets.open():
             raise RuntimeError("the kubelet runs already")
         self.pods.forget()
@@ -418,25 +407,22 @@ class Kubelet(_Running):
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         self.pod_resources.unlink(missing_ok=True)
         self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        async with self._sockets.bound(self.pod_resources, deaf) as server:
-            if server:
-                server.add_generic_rpc_handlers((_PodResources(self),))
-                await server.start()  # it accepts connections as soon as it exists
+        async with self._sockets.bound(self.pod_resources) as server:
+            server.add_generic_rpc_handlers((_PodResources(self),))
+            await server.start()  # it accepts connections as soon as it exists
 
         self.manager.read_checkpoint()
         sweep(self.config)
-        async with self._sockets.bound(self.socket, deaf) as server:
-            if server:
-                rpc.add_RegistrationServicer_to_server(_Registration(self), server)
+        async with self._sockets.bound(self.socket) as server:
+            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
         version = ".".join(map(str, self.config.version))
-        self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
+        self.log.record("started", socket=str(self.socket), version=version)
 
         # Static pods come first: the socket exists by now, but nothing answers on it yet.
         await self._admit_again(static=True)
         if not self.pods.api_away:
             self._hear_of_api_pods()
-        if server:
-            await server.start()
+        await server.start()
 
     async def stop(self) -> None:
         """End it for good, without a `kubelet.sock`."""
@@ -449,10 +435,10 @@ class Kubelet(_Running):
         await self._end()
         self.log.record("killed")
 
-    async def restart(self, *, deaf: bool = False) -> None:
+    async def restart(self) -> None:
         """Restart the kubelet; the pods run on."""
         await self.kill()
-        await self.start(deaf=deaf)
+        await self.start()
 
     async def power_cut(self) -> None:
         """Kill it and end all processes of the node; `start` is then a reboot."""
