@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from generated import deviceplugin_pb2_grpc as rpc
 from tests.commands import Served
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import until, workspace
+from tests.world.processes import finished, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.simulation import StartDaemon as StartDaemon
 
@@ -61,6 +62,19 @@ def half_a_minute_later() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
         yield
+
+
+def unshared(*namespaces: str) -> list[str]:
+    """Return a command that runs another in namespaces of its own; without the right to, skip.
+
+    namespaces: options of unshare, such as "--net". Outside of root's sessions, a user namespace
+    gives the right to them.
+    """
+    for options in ([], ["--user", "--map-root-user"]):
+        command = ["unshare", *options, *namespaces]
+        if shutil.which("unshare") and finished([*command, "true"]).returncode == 0:
+            return command
+    pytest.skip(f"neither root nor allowed to make a user namespace, for unshare {namespaces[0]}")
 
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:

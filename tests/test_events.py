@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import no_descriptors
+from tests.conftest import no_descriptors, unshared
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import PATIENCE, finished
@@ -74,15 +74,8 @@ async def test_other_messages_do_not(monkeypatch: pytest.MonkeyPatch, message: b
 
 def alone(function: Callable[[], object]) -> bool:
     """Return the result of a function of this module in its own network namespace."""
-    unshare = ["unshare", "--net"]
-    if os.geteuid() != 0:
-        unshare = ["unshare", "--user", "--map-root-user", "--net"]
-
-    if (tried := finished([*unshare, "true"])).returncode:
-        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
-
     call = f"from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
-    ended = finished([*unshare, sys.executable, "-c", f"import json; {call}"])
+    ended = finished([*unshared("--net"), sys.executable, "-c", f"import json; {call}"])
     assert ended.returncode == 0, ended.stderr
     return bool(json.loads(ended.stdout))
 
