@@ -56,6 +56,7 @@ Helpers:
 
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
+    documents.py       README and its like: their examples, which tests run
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards
     world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks

@@ -22,10 +22,11 @@ import ttdp
 from tests.chips import chip, decide
 from tests.commands import Answer, Served, Terminal, view_of
 from tests.conftest import StartDaemon
+from tests.documents import DEB, fenced
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
-from tests.world.processes import ROOT, until
+from tests.world.processes import until
 from tests.world.simulation import STALLS
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
@@ -548,8 +549,9 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
         text = re.sub(r" *\S*/bin/tt-smi|…|-r /dev/tenstorrent/1: done", "", text)
         return " ".join(text.split())  # the lines may be wrapped
 
-    readme = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"(?s)# tt-device-plugin fix 0000:02:00.0\n(.*?)```", readme)
+    command = "# tt-device-plugin fix 0000:02:00.0\n"
+    (block,) = (each for each in fenced("console") if command in each)
+    _, example = block.split(command)
     assert status == 0
     assert in_general(text) == in_general(example)
 
@@ -865,8 +867,7 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
 
     The message, as long as it may be, has the command, and after that the check finds no failure.
     """
-    deb = ROOT / "packaging/deb"
-    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
     monitor = json.loads(example["data"]["check.json"])
     (rule,) = monitor["rules"]
     words = rule["args"][rule["args"].index("tt-device-plugin") + 1 :]
@@ -891,10 +892,9 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
 
 def test_the_taint_of_the_example_follows_that_condition() -> None:
     """It has the name of node-problem-detector's condition, and is there while that is True."""
-    deb = ROOT / "packaging/deb"
-    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
     (condition,) = json.loads(example["data"]["check.json"])["conditions"]
-    spec = yaml.safe_load((deb / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
+    spec = yaml.safe_load((DEB / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
     required = {"type": condition["type"], "requiredStatus": "False", "defaultStatus": "False"}
     assert spec["conditions"] == [required]
     assert spec["enforcementMode"] == "continuous"

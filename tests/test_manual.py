@@ -12,10 +12,10 @@ import pytest
 import ttdp
 from tests.chips import chip, decide
 from tests.commands import view_of
+from tests.documents import DEB
 from tests.world.processes import ROOT
 from ttdp import Kind
 
-DEB = ROOT / "packaging/deb"
 PAGE = (DEB / "tt-device-plugin.8").read_text()
 PAGES = sorted(path.name for path in DEB.glob("*.[0-9]"))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e import probe
 from tests.e2e.conftest import Told
 from tests.e2e.host import (
@@ -46,7 +47,7 @@ WRITTEN = (
     "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
 )
 BAD = 'log_level = "loud"\n'
-MANUAL = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+MANUAL = (DEB / "tt-device-plugin.8").read_text()
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
 GET = """
@@ -634,9 +635,7 @@ def test_purge(host: Host) -> None:
 
 def test_a_configuration_is_checked_without_an_installation(host: Host) -> None:
     """By the commands of many-nodes.md, which leave nothing behind if it is valid."""
-    text = (ROOT / "packaging/deb/many-nodes.md").read_text()
-    [block] = [block for block in text.split("```") if "dpkg-deb -x" in block]
-    script = re.sub("(?m)^# ", "", block.removeprefix("console\n"))
+    script = "\n".join(root_commands(MANY_NODES, "dpkg-deb -x"))
     script = script.replace("tt-device-plugin_*.deb", host.packages.current)
     host("dpkg", "--purge", UNIT)
 

@@ -5,130 +5,28 @@ The tests run in the order of this file; each release has one system.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.documents import MANY_NODES, root_commands
 from tests.e2e.conftest import Told
-from tests.e2e.container import PACKAGES, Container, require_root
-from tests.e2e.host import CONFIG, NEXT, UNIT, Packages
-from tests.world.processes import ROOT, wait_until
+from tests.e2e.host import CONFIG, NEXT, UNIT
+from tests.e2e.repository import EXAMPLE, URL, Node, Publisher, of_this_server
 
 SUITES = ("bookworm", "trixie")
-URL = "http://127.0.0.1:8000"
-# The commands of many-nodes.md, with the address of this server.
-INSTALLATION = (
-    f"curl -fsSLo /etc/apt/keyrings/{UNIT}-archive-keyring.pgp {URL}/{UNIT}-archive-keyring.pgp",
-    f"curl -fsSLo /etc/apt/sources.list.d/{UNIT}.sources {URL}/{UNIT}.sources",
-    "apt update",
-    f"apt install --yes {UNIT}",
-)
-# Those for a repository that was copied to the node.
-COPIED_REPOSITORY = f"/srv/{UNIT}"
-INSTALLATION_OF_COPY = (
-    f"cp {COPIED_REPOSITORY}/{UNIT}-archive-keyring.pgp /etc/apt/keyrings",
-    f"cp {COPIED_REPOSITORY}/{UNIT}.sources /etc/apt/sources.list.d",
-    "apt update",
-    f"apt install --yes {UNIT}",
-)
-# The line of many-nodes.md for unattended-upgrades, in a file beside Debian's own configuration.
+# The commands of many-nodes.md, without questions.
+INSTALLATION = [
+    of_this_server(line).replace("apt install", "apt install --yes")
+    for line in root_commands(MANY_NODES, f"{EXAMPLE}/{UNIT}.sources")
+]
+UNATTENDED = root_commands(MANY_NODES, "Unattended-Upgrade")
 PATTERN = "origin=tt-device-plugin,suite=stable"
-UNATTENDED = f'Unattended-Upgrade::Origins-Pattern {{ "{PATTERN}"; }};\n'
-UNATTENDED_FILE = f"/etc/apt/apt.conf.d/52{UNIT}"
 RELEASE = "dists/stable/Release"
-
-
-@dataclass(frozen=True)
-class Publisher:
-    """Makes repositories, with a key."""
-
-    work: Path
-    packages: Packages
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {**os.environ, "GNUPGHOME": str(self.work / "gnupg")}
-
-    @property
-    def version(self) -> str:
-        return self.packages.current.split("_")[1]
-
-    def make_key(self, name: str) -> None:
-        (self.work / "gnupg").mkdir(mode=0o700, exist_ok=True)
-        unattended = ["--batch", "--quiet", "--pinentry-mode", "loopback", "--passphrase", ""]
-        key = ["--quick-generate-key", name, "ed25519", "sign", "never"]
-        subprocess.run(["gpg", *unattended, *key], env=self.environment, check=True)
-
-    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True
-        )
-
-    def publish(
-        self, output: Path, *debs: str | Path, key: str = "publisher", url: str = URL
-    ) -> str:
-        """Make or extend a repository; return the error, if any.
-
-        debs: of this machine, or those of `packages` by their paths in a container.
-        """
-        paths = [
-            self.packages.directory / Path(deb).name if isinstance(deb, str) else deb
-            for deb in debs
-        ]
-
-        script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
-        done = self.run(*script, "--output", output, *paths)
-        return done.stderr if done.returncode else ""
-
-
-@pytest.fixture(scope="session")
-def publisher(packages: Packages) -> Iterator[Publisher]:
-    require_root(apt_ftparchive="apt-utils", gpg="gpg")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        publisher = Publisher(Path(work), packages)
-        publisher.make_key("publisher")
-        publisher.make_key("another person")
-        yield publisher
-
-        publisher.run("gpgconf", "--kill", "all")  # the agent of that directory
-
-
-class Node(Container):
-    """A system without Debian's repositories, beside a web server that serves `repository`."""
-
-    TREE = f"{PACKAGES},curl,unattended-upgrades"
-
-    def __init__(self, suite: str, publisher: Publisher) -> None:
-        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, self.TREE)
-        self.repository = self.shared / "repository"
-        assert not publisher.publish(self.repository, publisher.packages.current)
-
-    def start(self) -> None:
-        self.boot()
-        self.shell("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/lib/apt/lists/*")
-        served = ("--bind=127.0.0.1", "--directory=/srv/shared/repository", "8000")
-        self("systemd-run", "--quiet", "--unit=web", "python3", "-m", "http.server", *served)
-        wait_until(lambda: self.status_of("curl", "-fsS", URL) == 0, "the web server")
-
-    def version(self) -> str:
-        """Return the version of the installed package."""
-        return self("dpkg-query", "--show", "--showformat=${Version}", UNIT, check=False).strip()
-
-    def is_active(self) -> bool:
-        return self("systemctl", "is-active", UNIT, check=False) == "active\n"
-
-    def update(self) -> str:
-        """Run `apt-get update`; return its output if it fails for any repository."""
-        done = self.run("apt-get", "--error-on=any", "update")
-        return done.stdout + done.stderr if done.returncode else ""
 
 
 @pytest.fixture(scope="module", params=SUITES)
@@ -177,7 +75,8 @@ def test_unattended_upgrades_with_an_edited_configuration(
     node("unattended-upgrade")
     assert node.version() == publisher.version
 
-    node.write(UNATTENDED_FILE, UNATTENDED)
+    for line in UNATTENDED:
+        node.shell(line)
     output = node("unattended-upgrade", "--dry-run", "--debug")
     [allowed] = [line for line in output.splitlines() if line.startswith("Allowed origins are")]
     assert PATTERN in allowed and "label=Debian-Security" in allowed, allowed

@@ -11,23 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e.container import PACKAGES
 from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
-from tests.e2e.test_repository import (
-    COPIED_REPOSITORY,
-    INSTALLATION_OF_COPY,
-    URL,
-    Node,
-    Publisher,
-    publisher,
-)
+from tests.e2e.repository import Node, Publisher, of_this_server
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, wait_until
+from tests.world.processes import wait_until
 
-__all__ = ["publisher"]  # a fixture
 SUITE = "trixie"
-EXAMPLE = "https://apt.example.org"  # the web server's address in the examples
-ROLLOUT = ROOT / "packaging/deb/rollout"
+ROLLOUT = DEB / "rollout"
+COPY = f"/srv/{UNIT}"  # where many-nodes.md has a repository that was copied to the node
 CLOUD_INIT = (ROLLOUT / "cloud-init.yaml").read_text()
 PLAYBOOK = (ROLLOUT / "ansible.yaml").read_text()
 WEB = """\
@@ -42,10 +35,6 @@ ExecStart=/usr/bin/python3 -m http.server --bind=127.0.0.1 --directory=/srv/shar
 [Install]
 WantedBy=multi-user.target
 """
-
-
-def of_this_server(text: str) -> str:
-    return text.replace(EXAMPLE, URL)
 
 
 class ManagedNode(Node):
@@ -120,12 +109,12 @@ def test_a_copied_repository(node: ManagedNode, publisher: Publisher) -> None:
     be_without(node)
     node("systemctl", "stop", "web")
     current = publisher.packages.current
-    url = f"file:{COPIED_REPOSITORY}"
+    url = f"file:{COPY}"
 
     assert not publisher.publish(node.shared / "copied", current, url=url)
-    node.shell(f"cp -r /srv/shared/copied {COPIED_REPOSITORY}")
-    for command in INSTALLATION_OF_COPY:
-        node.shell(command)
+    node.shell(f"cp -r /srv/shared/copied {COPY}")
+    for line in root_commands(MANY_NODES, f"{COPY}/{UNIT}.sources"):
+        node.shell(line.replace("apt install", "apt install --yes"))
 
     assert not node.update()
     assert node.version() == publisher.version and node.is_active()
