@@ -24,6 +24,12 @@ from tests.world.processes import PATIENCE, finished
 from tests.world.simulation import SimulatedUevents
 
 
+async def take_all() -> None:
+    """Let the loop read what has arrived: the kernel has delivered it when the sender goes on."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
     """Return whether this message from the kernel has the loop make a turn."""
     wakes: list[bool] = []
@@ -34,8 +40,7 @@ async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
     uevents.open()
 
     kernel.send(message)
-    kernel.send(b"last")
-    await asyncio.sleep(0.01)
+    await take_all()
 
     uevents.close()
     kernel.close()
@@ -100,8 +105,7 @@ def has_events(send: Callable[[socket.socket], object]) -> bool:
 
         uevents.open()
         while select.select([kernel], [], [], 0)[0]:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+            await take_all()
 
         uevents.close()
         return bool(events)
@@ -204,7 +208,7 @@ async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path
         for name in ("tt-n150.1-2.sock", ".543210"):
             (tmp_path / name).touch()
 
-        await asyncio.sleep(0.01)
+        await take_all()
         assert not found.woken.is_set()
 
         (tmp_path / "other.sock").touch()
