@@ -474,12 +474,13 @@ def test_a_named_directory_that_cannot_be_looked_at_keeps_no_other_from_being_re
 
 def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
     """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
-    elsewhere = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
+    of_another_root = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
+    of_another_root.parent.mkdir()
     shutil.rmtree(parent.parent)
 
-    for path in (parent, elsewhere):
+    for path in (parent, of_another_root):
         directories.put_right(named(path / "x"))
-        assert not path.parent.exists()
+        assert not path.exists()
 
 
 def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
