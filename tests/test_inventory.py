@@ -125,20 +125,24 @@ def test_every_function_of_a_capture_is_found_as_it_was(
 ) -> None:
     """With its device file, architecture, card and NUMA node."""
     name, node = captured
-    found = functions(node)
     ordinals = {
         each["path"].rsplit("/")[-1]: each["ordinal"] for each in capture(name)["functions"]
     }
+
+    found = functions(node)
+
     assert {bdf: each.ordinal for bdf, each in found.items()} == ordinals
     for bdf, function in found.items():
         path = f"{node.root}/dev/tenstorrent/{ordinals[bdf]}"
         assert (function.path, function.file_fault) == (path, None)
+
     for bdf, texts in shown(name).items():
         function = found[bdf]
         assert function.arch == {"0x401e": "wormhole", "0xb140": "blackhole"}[texts["device"]]
         assert function.subsystem == int(texts["subsystem_device"], 16)
         numa_node = -1 if function.numa_node is None else function.numa_node
         assert str(numa_node) == texts["numa_node"]
+
     assert ttdp.driver_version(settings(node)) == capture(name)["driver"]
 
 
@@ -161,14 +165,17 @@ def test_telemetry_and_sensors_of_a_capture_are_read_as_they_were(
     name, node = captured
     for bdf, texts in shown(name).items():
         function = functions(node)[bdf]
+
         telemetry = read_telemetry(function)
+
+        assert (telemetry.all_ones, telemetry.error) == (False, None)
         for attribute, value_of in VALUES.items():
             value = value_of(telemetry)
             if value is not None and attribute.startswith("temp1"):
                 value *= 1000
             found = f"{value:g}" if isinstance(value, float) else value
             assert (found if found is None else str(found)) == texts.get(attribute)
-        assert (telemetry.all_ones, telemetry.error) == (False, None)
+
         assert read_sensors(function).keys() == texts.keys() & {each.attribute for each in SENSORS}
 
 
@@ -310,20 +317,21 @@ def test_garbage_in_attributes_never_raises(
     fuzzed: Chip, content: dict[str, bytes], more: int
 ) -> None:
     """Binary, empty, huge: the other chip is found, and a kubelet can be sent the list."""
+    other = "0000:02:00.0"
+    for attribute, data in content.items():
+        fuzzed.write(attribute, data + b"x" * more)
+
     try:
-        for attribute, data in content.items():
-            fuzzed.write(attribute, data + b"x" * more)
         found = functions(fuzzed.node)
-        chips = [
-            ttdp.Chip(each, read_telemetry(each).identity, is_listed=True)
-            for each in found.values()
-        ]
+        chips = []
         for each in found.values():
+            chips.append(ttdp.Chip(each, read_telemetry(each).identity, is_listed=True))
             read_sensors(each)
     finally:
         for attribute in content:
             fuzzed.restore(attribute)
-    assert "0000:02:00.0" in found and found.keys() <= {fuzzed.bdf, "0000:02:00.0"}
+
+    assert other in found and found.keys() <= {fuzzed.bdf, other}
     for resource in decide(chips).resources.values():
         resource.device_list.SerializeToString()
 
@@ -370,7 +378,7 @@ def test_the_daemons_own_errors_are_not_the_chips(
         read_telemetry(function)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("call", ["open", "listdir", "readlink", "stat"])
 def test_a_scan_that_fails_changes_nothing(
     node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -380,10 +388,12 @@ def test_a_scan_that_fails_changes_nothing(
     node.add("n150")
     inventory = Inventory({})
     before = look(inventory, node)
+
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{call}", failing(number))
         with pytest.raises(OSError, match=os.strerror(number)):
             inventory.scan(settings(node))
+
     assert inventory.chips == before == look(inventory, node)
 
 
@@ -483,7 +493,7 @@ def test_a_chip_whose_device_file_is_invalid_from_the_start_is_not_listed(
 def test_a_device_file_of_another_number_than_sysfs_has_is_invalid(
     chip: Chip, content: bytes | None
 ) -> None:
-    """Also if sysfs has none."""
+    """A container would get another device; it is also invalid if sysfs has no number."""
     put_or_remove(chip, "dev", content)
     assert function_of(chip).file_fault
 

@@ -135,7 +135,7 @@ P150A = {  # as it was captured on the real driver, but for a PCIe error
 async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
     tmp_path: Path, directory: Path, listening: CountingSocket
 ) -> None:
-    """Watts, amperes, volts, hertz, transfers."""
+    """Watts, amperes, volts, hertz: a scrape has them read, and does not wait for a poll."""
     node = SimulatedNode.from_capture(tmp_path / "captured", "p150ax2")
     card = node.chips[0]
     errors = card.attribute("max_link_width").with_name("aer_dev_correctable")
@@ -265,11 +265,12 @@ def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loa
 async def test_what_the_daemon_does_is_counted_from_zero(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, listening: CountingSocket
 ) -> None:
-    """Registrations, and allocations by result."""
+    """Registrations, and allocations by result; a counter is there before it counts."""
     _, second = node.add("n150") + node.add("n150")
     await kubelet.stop()
     daemon = await start(interval=0.1)
     await daemon.ready()
+
     resource = f'resource="{N150}"'
     counters = [
         f"tt_kubelet_registered{{{resource}}}",
@@ -283,12 +284,13 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     await kubelet.start()
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 1})
+
     node.on_uevent = None
     second.device_node.unlink()
     with pytest.raises(AdmissionError):
         await kubelet.admit("other", "main", {N150: 1})
-    await until(lambda: daemon.chip(second.bdf).fault)
 
+    await until(lambda: daemon.chip(second.bdf).fault)
     found = await scrape(listening)
     assert [found[counter] for counter in counters] == [1, 1, 1, 1]
     for health in ("healthy", "unhealthy"):
