@@ -159,7 +159,7 @@ def served(served: Served) -> Served:
 
 
 async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(served: Served) -> None:
-    """With the kubelet's reason."""
+    """The line has the reason that the kubelet gave."""
     served.kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
     daemon = await served.serve()
     await until(lambda: "not welcome" in str(daemon.notes))
@@ -701,7 +701,7 @@ async def test_a_metrics_file_is_old_after_two_minutes(
 async def test_files_that_cannot_be_written_fail(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the reason, at once."""
+    """`check` has the reason as soon as the log has it."""
     labels = served.root / "features.d/tt-device-plugin"
     metrics = served.root / "metrics/tt-device-plugin.prom"
     for path in (labels, metrics):

@@ -688,7 +688,7 @@ async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
 
 
 async def test_the_driver_concerns_all_chips(host: Mended) -> None:
-    """Their users are named, too."""
+    """Loading it is a step for the whole node, so the users of the other chips are named, too."""
     chip, other = await host.add("n150", "n150")
     await host.admit(N150, "train-0", number=2)
     unload(chip)
@@ -807,7 +807,7 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 
 
 async def test_an_interrupt_at_the_question(host: Mended) -> None:
-    """Nothing is done; status 130."""
+    """However it comes, no step is taken, and the status is 130."""
     dead = await host.dead()
 
     for how, interrupt in INTERRUPTS.items():

@@ -196,7 +196,7 @@ def shown(view: dict[str, Any]) -> Answer:
 
 
 def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
-    """They are one line."""
+    """A reason that several chips have is one line, with the earliest time."""
     chips = [chip(1, fault=Kind.HOT), chip(2, fault=Kind.HOT)]
     view = view_of(decide(chips))
     view["faults"][bdf(1)]["since"] = LONG_AGO
@@ -221,7 +221,7 @@ def test_the_id_of_a_board_has_a_column() -> None:
 
 
 def test_a_shared_device_has_the_number_of_its_replicas() -> None:
-    """Behind the resource's name."""
+    """It stands behind the name of the resource."""
     sharing = ttdp.Sharing(resources=(ttdp.SharedResource("n150", 4),))
     view = view_of(decide([chip(1)], ttdp.Settings(sharing=sharing)))
 
@@ -259,7 +259,7 @@ def test_names_that_others_choose_are_escaped(host: Host) -> None:
 
 
 def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would raise an error."""
+    """Other characters are replaced; Python itself would raise an error."""
     written = io.BytesIO()
     with io.TextIOWrapper(written, "ascii", write_through=True) as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
@@ -777,7 +777,7 @@ STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
 def test_whatever_else_answers_on_the_services_socket_is_a_problem(
     short_tmp: Path, answer: str
 ) -> None:
-    """It can have any form."""
+    """No form of answer is taken for a view, or raises an error."""
     path = short_tmp / "status.sock"
     with answering(path, STRANGE_ANSWERS[answer]):
         found = ttdp.ask(str(path))

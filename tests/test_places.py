@@ -69,7 +69,7 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
 
 
 def test_a_board_that_was_moved_is_where_it_is_now() -> None:
-    """Its former addresses are absent."""
+    """Chips that are absent at its former addresses do not belong to it."""
     chips = [p300(1, present=False), p300(2, present=False), p300(5), p300(6)]
     assert board_ids(chips) == [None, None, SERIAL, SERIAL]
 

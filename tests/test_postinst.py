@@ -198,5 +198,5 @@ def test_without_a_saved_state_the_default_files_are_removed(tmp_path: Path, sta
 @pytest.mark.skipif(not shutil.which("dash"), reason="NOT RUN: dash is not installed")
 @pytest.mark.parametrize("script", ["postinst", "postrm"])
 def test_the_scripts_are_posix(script: str) -> None:
-    """Debian's /bin/sh is dash."""
+    """Debian's /bin/sh is dash, which has nothing more."""
     assert not subprocess.run(["dash", "-n", ROOT / "packaging/deb" / script]).returncode

@@ -114,7 +114,7 @@ def test_a_board_is_one_device_under_one_id() -> None:
 
 
 def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
-    """So is its completion."""
+    """Another line reports that it is complete; nothing is logged in between."""
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
     name = f"tenstorrent.com/p300-board {PAIR}"
 

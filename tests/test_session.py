@@ -560,7 +560,7 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Until there are some again."""
+    """It is registered as soon as there are descriptors again."""
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()

@@ -117,7 +117,7 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
 
 
 def test_the_documents_have_the_names_that_the_man_page_gives(deb: Path) -> None:
-    """Uncompressed, however long they get."""
+    """None of them is compressed by debhelper, however long it gets."""
     named = re.findall(r"(?m)^\.It Pa (/usr/share/doc/\S+)$", MANUAL)
     assert len(named) > 4
 

@@ -133,7 +133,7 @@ async def fixed(host: FixHost, **environ: str) -> None:
 
 
 async def test_fix_resets_this_chip_only(stalled: FixHost) -> None:
-    """Whatever the operator's TT_VISIBLE_DEVICES has."""
+    """Even if the operator's TT_VISIBLE_DEVICES names another one."""
     await fixed(stalled, TT_VISIBLE_DEVICES="0000:01:00.0")
     assert stalled.resets == {1}
 
