@@ -127,25 +127,39 @@ def test_quiet_prints_only_what_is_not_ok(host: Host) -> None:
     assert (answer.out, answer.status) == ("", 0)
 
 
-@pytest.mark.parametrize("width", [None, *range(40, 111)])
-def test_each_command_is_on_one_line(
+def printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
-) -> None:
-    """On a terminal on its own, below lines that fit; in a pipe at the end of its only line."""
+) -> list[str]:
+    """The lines of two findings, of which the first has a command; width: of the terminal."""
     monkeypatch.setattr(ttdp, "terminal_width", lambda: width)
-    problem = "n150: chip does not respond (registers read as ones), and this is long"
-    command = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
-    findings = [ttdp.Finding("FAIL", FIRST, problem, command), ttdp.Finding("warn", "chips", "no")]
-
+    findings = [ttdp.Finding("FAIL", FIRST, PROBLEM, COMMAND), ttdp.Finding("warn", "chips", "no")]
     ttdp.print_findings(findings, is_quiet=False)
 
-    *lines, shown, last = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert last == "warn  chips         no"
-    if width is None:
-        assert (lines, shown) == ([], f"FAIL  {FIRST}  {problem}; run: {command}")
-    else:
-        assert shown.strip() == command and lines[-1].endswith("run:")
+    return lines
+
+
+PROBLEM = "n150: chip does not respond (registers read as ones), and this is long"
+COMMAND = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
+
+
+def test_on_a_terminal_a_command_is_a_line_of_its_own_below_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the width, it is never broken, so that it can be pasted."""
+    for width in range(40, 111):
+        *lines, shown = printed(monkeypatch, capsys, width)
+
+        assert shown.strip() == COMMAND and lines[-1].endswith("run:")
         assert max(map(len, lines)) <= width
+
+
+def test_in_a_pipe_a_command_ends_the_only_line_of_its_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that `grep` gets all of it."""
+    assert printed(monkeypatch, capsys, None) == [f"FAIL  {FIRST}  {PROBLEM}; run: {COMMAND}"]
 
 
 # -- the service -----------------------------------------------------------------------------------
