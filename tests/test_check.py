@@ -127,6 +127,10 @@ def test_quiet_prints_only_what_is_not_ok(host: Host) -> None:
     assert (answer.out, answer.status) == ("", 0)
 
 
+PROBLEM = "n150: chip does not respond (registers read as ones), and this is long"
+COMMAND = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
+
+
 def printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
 ) -> list[str]:
@@ -138,10 +142,6 @@ def printed(
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == "warn  chips         no"
     return lines
-
-
-PROBLEM = "n150: chip does not respond (registers read as ones), and this is long"
-COMMAND = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
 
 
 def test_on_a_terminal_a_command_is_a_line_of_its_own_below_lines_that_fit(

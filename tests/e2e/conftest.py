@@ -10,7 +10,7 @@ need root. What they are made of, from below:
     daemon.py      Site: a machine with cards and the daemon
     pods.py        manifests, and what the API says of a pod; also for virtual machines
     node.py        Node: a Site with a kubelet, and its pods; a test begins like the one there
-    ward.py        Ward: a Node of whose pods is known what they have open (openers.py)
+    watchednode.py WatchedNode: a Node of whose pods is known what they have open (openers.py)
     readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
     container.py   a booted Debian; host.py: with the package; repository.py: an apt repository
     vm.py          a virtual machine; scripts with steps.py and guestnode.py run in it
