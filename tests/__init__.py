@@ -20,7 +20,11 @@ Layout, by chapter of ttdp.py:
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
-    DECISION, REPORTS                 each of the above and below
+    DECISION                          each of the above and below
+    REPORTS: log                      test_health, test_resources, test_exclude
+      labels                          test_outputs
+      metrics                         test_metrics
+      status, view                    test_list
     THREADS                           test_readers
     FILES                             test_files
     SYSTEMD                           test_systemd
