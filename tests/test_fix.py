@@ -286,18 +286,13 @@ class Mended(Served):
             await self.kubelet.admit(pod, "main", {resource: number})
         await until(lambda: len(self.daemon.host.holds.names) == len(pods))
 
-    async def shows(self, chip: Chip, kind: Kind) -> None:
-        """Wait until the daemon sees this fault."""
-        chips = self.daemon.chip
-        await until(lambda: (fault := chips(chip.bdf).fault) and fault.kind is kind)
-
     async def ill(
         self, card: str, breaks: Callable[[Chip], object], kind: Kind, **settings: Any
     ) -> Chip:
         """Serve a card; return its first chip, with a fault that the daemon sees."""
         chip, *_ = await self.add(card, **settings)
         breaks(chip)
-        await self.shows(chip, kind)
+        await self.daemon.sees(chip.bdf, kind)
         return chip
 
     async def dead(self) -> Chip:
@@ -305,7 +300,7 @@ class Mended(Served):
         (chip,) = await self.add("n150", interval=0.1)
         await self.admit(N150, "train-0")
         chip.die()
-        await self.shows(chip, Kind.NO_RESPONSE)
+        await self.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
         return chip
 
     async def fix(self, chip: Chip, *words: str, **environ: str) -> Answer:
@@ -368,7 +363,7 @@ async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
     await host.kubelet.registered(N150)
     host.controls.finds = {SECOND}
     breaks(chip)
-    await host.shows(chip, kind)
+    await host.daemon.sees(chip.bdf, kind)
 
     answer = await host.fix(chip, "--yes")
 
@@ -388,7 +383,7 @@ async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
     can_make_device_files(host.node)
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE)
     chip.device_node.unlink()
-    await host.shows(chip, Kind.DEVICE_FILE)
+    await host.daemon.sees(chip.bdf, Kind.DEVICE_FILE)
 
     answer = await host.fix(chip, "--yes")
 
@@ -540,7 +535,7 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
     _, chip = await host.add("n300", "n300", health=STALLS)
     await host.admit(N300, "train-0", "train-1")
     chip.freeze()
-    await host.shows(chip, Kind.STALLED)
+    await host.daemon.sees(chip.bdf, Kind.STALLED)
 
     status, text = await host.answer(chip, "y\n")
 
@@ -626,7 +621,7 @@ async def test_after_a_change_the_answer_was_for_another_step(
     (chip,) = await host.add("n150", health=STALLS)
     await host.admit(N150, "train-0")
     chip.freeze()  # a dead one would show another fault after the renumbering
-    await host.shows(chip, Kind.STALLED)
+    await host.daemon.sees(chip.bdf, Kind.STALLED)
     (other,) = host.node.add("n150")
 
     async with host.on_terminal("fix", chip.bdf) as terminal:
@@ -664,7 +659,7 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
     *_, chip, other = await host.add("p300c", "p300c")
     await host.admit(P300, "train-0", "train-1", "train-2", "train-3")
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
 
     answer = await host.fix(chip, "--yes")
 
@@ -682,7 +677,7 @@ async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
     chip, _ = host.node.add("p300c", firmware=False)
     await host.add()
     chip.die(bus=True)
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
     answer = await host.fix(chip)
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
@@ -692,7 +687,7 @@ async def test_the_driver_concerns_all_chips(host: Mended) -> None:
     chip, other = await host.add("n150", "n150")
     await host.admit(N150, "train-0", number=2)
     unload(chip)
-    await host.shows(chip, Kind.NO_DRIVER)
+    await host.daemon.sees(chip.bdf, Kind.NO_DRIVER)
 
     answer = await host.fix(chip)
 
@@ -707,7 +702,7 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     chip.write("tt_card_type", b"galaxy-blackhole\n")
     await host.add()
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
 
     in_pipe = await host.fix(chip, "--yes")
     status, text = await host.answer(chip, "n\n", "--yes")
@@ -881,7 +876,7 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
     assert (await check())[0] == 0
 
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
     status, message = await check()
     assert status == 1
     (command,) = re.findall(r"(?m)^FAIL .*; run: tt-device-plugin (.*)$", message)

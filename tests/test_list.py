@@ -577,12 +577,12 @@ async def test_the_processes_of_a_chip_whose_reads_block_are_unknown(served: Ser
     assert await users(served) == ["python3[7]"]
 
     chip.block()
-    await until(lambda: (fault := daemon.chip(chip.bdf).fault) and fault.kind is Kind.BLOCKED)
+    await daemon.sees(chip.bdf, Kind.BLOCKED)
     served.node.end_process(7)
 
     assert await users(served) == ["?"]
     chip.unblock()
-    await until(lambda: daemon.chip(chip.bdf).fault is None)
+    await daemon.sees(chip.bdf, None)
     assert await users(served) == ["-"]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.chips import kind_of
 from tests.conftest import WATCHDOG, StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -219,7 +218,7 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     daemon.forget_notes()
 
     other.vanish()
-    await until(lambda: kind_of(daemon.chip(blocked.bdf)) is Kind.BLOCKED)
+    await daemon.sees(blocked.bdf, Kind.BLOCKED)
 
     assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 

@@ -111,14 +111,8 @@ async def stalled(host: FixHost) -> AsyncIterator[FixHost]:
     settings = settings_of(host.node, host.plugins, **more)
     async with RunningDaemon(host.node, settings) as daemon:
         await daemon.ready()
-
         host.ill.freeze()
-
-        def is_stalled() -> bool:
-            fault = daemon.chip(host.ill.bdf).fault
-            return fault is not None and fault.kind is ttdp.Kind.STALLED
-
-        await until(is_stalled)
+        await daemon.sees(host.ill.bdf, ttdp.Kind.STALLED)
         yield host
 
 

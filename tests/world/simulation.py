@@ -143,6 +143,15 @@ class RunningDaemon:
         texts = [note for note in self.notes if note.startswith("STATUS=")]
         return texts[-1].removeprefix("STATUS=") if texts else ""
 
+    async def sees(self, bdf: str, kind: ttdp.Kind | None) -> None:
+        """Wait until it sees that a chip has a fault of this kind; None: that it is healthy."""
+
+        def kind_now() -> ttdp.Kind | None:
+            fault = self.chip(bdf).fault
+            return fault.kind if fault else None
+
+        await until(lambda: kind_now() is kind, f"{kind} of {bdf}")
+
     async def metrics(self) -> str | None:
         """Return what a scrape gets; None: that the metrics cannot be collected."""
         return await self.daemon._reporter.metrics.get()
