@@ -80,22 +80,16 @@ def around(node: SimulatedNode, hugetlbfs: str = HUGETLBFS[0]) -> Path:
     return node.root / "dev" / hugetlbfs / ttdp.OWN_DIRECTORY
 
 
-def mounts(kubelet: Kubelet, pod: str, container: str = "main") -> dict[str, Path]:
-    """The host paths of a container's mounts, by their path in the container."""
-    found = kubelet.allocation(pod, container).mounts
+def mounts(kubelet: Kubelet, pod: str) -> dict[str, Path]:
+    """The host paths of a pod's mounts, by their path in the container."""
+    found = kubelet.allocation(pod, "main").mounts
     return {mount.container_path: Path(mount.host_path) for mount in found}
 
 
-def pages_of(kubelet: Kubelet, pod: str, container: str = "main") -> Path:
-    return mounts(kubelet, pod, container)["/dev/hugepages-1G"]
-
-
-async def run(kubelet: Kubelet, pod: str, resource: str = N150, **options: Any) -> Path:
+async def run(kubelet: Kubelet, pod: str) -> Path:
     """Run a pod; return its directory of 1 GiB pages."""
-    await kubelet.registered(resource)
-    await kubelet.admit(pod, "main", {resource: 1}, **options)
-    await kubelet.running(pod, "main")
-    return pages_of(kubelet, pod)
+    await kubelet.run_pod(pod, N150)
+    return mounts(kubelet, pod)["/dev/hugepages-1G"]
 
 
 def leave_pages(directory: Path) -> None:

@@ -263,9 +263,7 @@ async def test_a_reload_takes_a_chip_out_of_service_and_back(
     first, second = node.add("p300c")
 
     daemon = await start()
-    await kubelet.registered(P300)
-    await kubelet.admit("train", "main", {P300: 1})
-    await kubelet.running("train", "main")
+    await kubelet.run_pod("train", P300)
 
     (mine,) = kubelet.allocated(P300)
     other = ({first.bdf, second.bdf} - {mine}).pop()
@@ -298,9 +296,7 @@ async def daemon(start: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> Running
 
 async def exclude_in_use(daemon: RunningDaemon, kubelet: Kubelet, bdf: str) -> None:
     """Let a pod have the first chip, and exclude that."""
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
-    await kubelet.running("train", "main")
+    await kubelet.run_pod("train", N150)
     await until(lambda: not daemon.host.holds.is_awaiting_containers)
 
     daemon.forget_notes()

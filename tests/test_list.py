@@ -425,8 +425,7 @@ async def three(served: Served) -> RunningDaemon:
 
 async def test_users_are_pods_and_the_hosts_processes(served: Served, three: RunningDaemon) -> None:
     """A pod's process counts as the pod; two names and a count are shown."""
-    await served.kubelet.admit("team-a/train", "main", {N150: 2})
-    await served.kubelet.running("team-a/train", "main")
+    await served.kubelet.run_pod("team-a/train", N150, 2)
     _, second, third = served.node.chips
     start = served.node.start_process
 

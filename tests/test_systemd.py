@@ -220,9 +220,7 @@ async def test_it_ends_while_containers_wait_for_a_chip(
     """SIGTERM during PreStartContainer: an error for the kubelet, which tries again."""
     node.add("n150")
     service = await launch()
-    await kubelet.registered(N150)
-    await kubelet.admit("first", "main", {N150: 1})
-    await kubelet.running("first", "main")
+    await kubelet.run_pod("first", N150)
     kubelet.force_delete("first")
     await kubelet.admit("second", "main", {N150: 1})
     await service.wait_for(lambda: any("start waits" in line for line in service.said), "the wait")

@@ -545,6 +545,13 @@ class Kubelet(_Running):
         admitted = await self.admit_pod(pod, [wish], static=static)
         return admitted[container]
 
+    async def run_pod(self, pod: str, resource: str, number: int = 1) -> Allocation:
+        """Have a pod's container `main` run with so many devices; first wait for the resource."""
+        await self.registered(resource)
+        allocation = await self.admit(pod, "main", {resource: number})
+        await self.running(pod, "main")
+        return allocation
+
     async def admit_pod(
         self,
         pod: str,
