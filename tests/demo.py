@@ -170,7 +170,7 @@ class Story:
         await self.kubelet.start()
         appeared = self.kubelet.find("started")[-1].at
         for resource in resources:
-            await self.kubelet.registered(resource, STEP)
+            await self.kubelet.registered(resource)
 
         lists = [self.kubelet.find("list", resource, appeared)[0].at for resource in resources]
         return max(lists, default=appeared) - appeared

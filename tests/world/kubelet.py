@@ -134,10 +134,10 @@ class _Observed:
         """Return the predicate's first true value; it is evaluated again after every event."""
         return await self.log.wait_for(predicate, timeout, what)
 
-    async def registered(self, resource: str, timeout: float = PATIENCE) -> None:
+    async def registered(self, resource: str) -> None:
         """Wait until a plugin of the resource is connected and has sent its first list."""
         what = f"the first list of {resource}"
-        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout, what)
+        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), what=what)
 
     def capacity(self) -> dict[str, int]:
         return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
@@ -163,24 +163,20 @@ class _Observed:
         """Return a container's devices, as the kubelet remembers them."""
         return self.manager.edits(self.uid(pod), container)
 
-    async def running(self, pod: str, container: str, timeout: float = PATIENCE) -> None:
+    async def running(self, pod: str, container: str) -> None:
         """Wait until a container runs; an init container may have ended already."""
 
         def runs() -> bool:
             found = self.pods.get(pod).containers[container]
             return found.pid is not None or found.over
 
-        await self.wait_for(runs, timeout)
+        await self.wait_for(runs)
 
     def refuse_with(
-        self,
-        code: grpc.StatusCode,
-        message: str = "refused",
-        times: float = 1,
-        method: Method = "Register",
+        self, code: grpc.StatusCode, message: str = "refused", times: float = 1
     ) -> None:
-        """Let the next `times` calls fail."""
-        self.faults.append(Fault(method, times, code=code, message=message))
+        """Let the next `times` calls of Register fail."""
+        self.faults.append(Fault("Register", times, code=code, message=message))
 
     def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
         """Delay the next `times` calls."""
@@ -678,9 +674,6 @@ class _PodResources(grpc.GenericRpcHandler):
     async def _list(self, request: bytes, context: Any) -> bytes:
         kubelet = self._kubelet
         fault = await kubelet.meet_fault("List")
-        if fault and fault.code:
-            await context.abort(fault.code, fault.message)
-
         answer = fault.answer if fault else None
         if answer is None:
             answer = listed_pods(kubelet.manager, kubelet.pods).SerializeToString()
