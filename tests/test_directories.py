@@ -564,6 +564,7 @@ def test_a_tree_is_removed_however_deep_it_is(
     """A container can make more levels than there are descriptors, or bytes in a path."""
     depth = 2000
     (parent / "x").mkdir()
+
     directory = os.open(parent / "x", os.O_RDONLY)
     for _ in range(depth):
         os.mkdir("deeper", dir_fd=directory)
@@ -815,6 +816,7 @@ async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible
     monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
     own, former = world.directory("x"), world.directory("former")
     train = entry(directory=own)
+
     world.answer(train)
     world.write(train)
     world.make_cgroup()
@@ -841,11 +843,13 @@ async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which
     caplog.set_level("INFO")
     mine = entry(directory=world.directory("mine"))
     rival = entry(pod="rival", resource=f"{N150}a", directory=world.directory("rival"))
+
     for each in (mine, rival):
         world.answer(each)
     world.write(mine, rival)
     for each in (mine, rival):
         world.make_cgroup(each.uid, "pause")
+
     free_pages = ttdp.Allocator._free_pages
 
     async def be_late(*arguments: Any) -> None:
@@ -859,6 +863,7 @@ async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which
     start = asyncio.create_task(world.wait_until_free(mine))
     await until(lambda: "container start waits" in caplog.text)
 
+    # The rival runs, and ends.
     world.make_cgroup("rival", "pause", "main")
     world.look()
     world.make_cgroup("rival")

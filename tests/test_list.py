@@ -283,11 +283,13 @@ def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [*PROGRAM, "list", *host.flags]
+
     with subprocess.Popen(
         command, env=environment(), stdout=writer, stderr=subprocess.PIPE
     ) as process:
         os.close(writer)
         _, err = process.communicate(timeout=4 * PATIENCE)
+
     assert err.decode() == NOT_RUNNING and process.returncode in (0, -signal.SIGPIPE)
 
 
@@ -342,6 +344,7 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
 def test_json_has_these_keys_and_values(mixed: Host) -> None:
     """An array of objects in the order of addresses; null for unknown values."""
     answer = mixed.run("list", "--json")
+
     assert all(list(row) == KEYS for row in answer.rows)
     values = [
         "0000:41:00.0", 1, f"{mixed.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300",

@@ -21,7 +21,6 @@ from grpc.aio._server import Server
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
@@ -194,6 +193,7 @@ async def test_thirty_restarts_leave_nothing_behind(
         await kubelet.start()
         await kubelet.registered(N150)
         await offers(kubelet, N150, node.chips[0].bdf)
+
         if number == 1:
             before = in_use()
         if number < 29:
@@ -500,9 +500,11 @@ async def test_a_session_can_be_closed_at_any_moment(
         if moment == "while it ends":
             await kubelet.registered(N150)
             await kubelet.drop_streams()
+
         for _ in range(steps):
             await asyncio.sleep(0)
         await session.close()
+
         assert plugin_sockets(kubelet.directory) == []
         await until(lambda: not kubelet.manager.plugins.is_listed(N150))
 
@@ -543,10 +545,10 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
         return []
 
     monkeypatch.setattr(ttdp.Allocator, "allocate", allocate)
-    (socket_name,) = plugin_sockets(kubelet.directory)
-    async with grpc.aio.insecure_channel(f"unix:{kubelet.directory}/{socket_name}") as channel:
-        call = rpc.DevicePluginStub(channel).Allocate(pb.AllocateRequest())  # type: ignore[no-untyped-call]
+    async with client(kubelet.directory) as plugin:
+        call = plugin.Allocate(pb.AllocateRequest())
         await is_called.wait()
+
         closing = asyncio.create_task(session.session.close(is_exiting=True))
         await until(lambda: not plugin_sockets(kubelet.directory))
         may_answer.set()
@@ -750,6 +752,7 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
     await offers(kubelet, N150, "a", "b")
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
+
     for number in range(20):  # the end of the registration would be noticed by then
         session.turn(f"{number}", checkpoint=3)
         await offers(kubelet, N150, f"{number}")

@@ -155,15 +155,17 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     service = await launch()
     await service.note("READY=1")
     valid = config.read_text()
+
     config.write_text('resource_naming = "size"\nlog_level = "debug"\n')
     await reload(service)
     rejected = "the configuration was rejected at the last reload"
     await service.status("1 × tenstorrent.com/p150", rejected, "resource_naming: 'size'")
+
     chip.vanish()
     await service.status("1 × tenstorrent.com/p150, 0 healthy", rejected)
+
     config.write_text(valid)
     await reload(service)
-
     assert rejected not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
 
     await service.stop()
@@ -187,9 +189,11 @@ async def test_a_reload_at_any_moment_of_the_start_ends_nothing(
     node.add("n150")
     service = await launch()
     await until(lambda: handles_hup(service.pid))
+
     while "READY=1" not in service.heard:
         service.send(signal.SIGHUP)
         await asyncio.sleep(0.003)
+
     await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
     await end_without_traceback(service)
 

@@ -151,6 +151,7 @@ def test_what_crashes_a_kubelet(aligned: WatchedNode, told: Told) -> None:
             node.kubelet.crash()
             node.wait_offered(config, held)
             assert all(map(node.opened, pods))
+
         node.crash(pods[0])
         pods.append(pods.pop(0))  # a second crash would be backed off from
 
@@ -158,6 +159,7 @@ def test_what_crashes_a_kubelet(aligned: WatchedNode, told: Told) -> None:
     node.reboot(while_off=node.cards.chip(missing).vanish)
     node.wait_holds(*pods[1:])
     node.kubelet.crash()
+
     assert all(map(node.opened, pods[1:])) and not node.opened(pods[0])
     told(f"kubelet {node.version} came up 8 times")
 

@@ -401,6 +401,7 @@ def test_the_socket_for_metrics(host: Host) -> None:
     try:
         assert not answers()
         host.systemctl("enable", socket)
+
         # systemd's own limit is five starts in ten seconds.
         for command in ("stop", "start") * 6:
             host.systemctl(command, UNIT)
@@ -409,6 +410,7 @@ def test_the_socket_for_metrics(host: Host) -> None:
         opened = host.moment("ActiveEnter", socket)
         host.systemctl("restart", UNIT)
         become("active", "active")
+
         host.systemctl("kill", "--signal=KILL", UNIT)
         wait_until(answers, "an answer after kill -9")
         assert host.moment("ActiveEnter", socket) == opened
@@ -478,9 +480,11 @@ def test_boot_with_the_kubelet(host: Host, late: bool, told: Told) -> None:
     began = host.kubelet.event("started", since)["at"]
     registered = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - began
     assert first["healthy"] == 4 and registered < AT_ONCE, first
+
     assert admit_pod(host) == held
     early = host.moment("ExecMainStart", "kubelet") - host.moment("ActiveEnter")
     assert early >= 0
+
     told(
         f"up in {up:.1f} s; READY {ms(early)} before the kubelet starts; registered "
         f"{ms(registered)} after its socket; the pod has {held[0]} again"
@@ -522,9 +526,11 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
     host.write(CONFIG, BAD + CONFIGURATION)
 
     done = host.run("apt-get", "install", "--yes", host.packages.following)
+
     output = done.stdout + done.stderr
     assert done.returncode == 100 and "run: dpkg --configure -a" in output, output
     [line] = [each for each in output.splitlines() if f"{CONFIG}: log_level" in each]
+
     # Unpacked, but only half configured.
     assert host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT) == "iF "
     assert host.property("MainPID") == pid and not host.kubelet.events("ended", since)
@@ -593,6 +599,7 @@ def test_remove(host: Host) -> None:
     assert host.property("LoadState") != "loaded"
     assert not [*host.path(DIRECTORY).glob("*.sock")]
     assert not host.exists(CACHE) and host.exists(CONFIG)
+
     stop = host("journalctl", "--no-pager", "--output=cat", "--unit", UNIT).splitlines()
     assert f"{UNIT}.service: Deactivated successfully." in stop[-4:], stop[-4:]
     for path in WRITTEN:
