@@ -214,7 +214,7 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     blocked, other = node.add("n150") + node.add("n150")
     daemon = await start(WATCHDOG, interval=3600)
     await daemon.ready()
-    blocked.block("tt_heartbeat")
+    blocked.block()
     daemon.forget_notes()
 
     other.vanish()
@@ -329,7 +329,7 @@ async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
         chip.fail("tt_serial", "EIO")
         read_all(node, function)
 
-        chip.block("tt_heartbeat")
+        chip.block()
         blocked = asyncio.ensure_future(asyncio.to_thread(read_all, node, function))
         _, pending = await asyncio.wait({blocked}, timeout=ttdp.SLOW_AFTER)
         assert pending
