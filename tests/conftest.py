@@ -1,4 +1,4 @@
-"""Fixtures: a simulated node, a directory for plugins, a reference kubelet, the daemon."""
+"""Fixtures: a simulated node, a reference kubelet, the daemon, and a host for commands."""
 
 from __future__ import annotations
 

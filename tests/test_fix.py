@@ -267,7 +267,7 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @dataclass(kw_only=True)
-class Mended(Served):
+class FixHost(Served):
     """A host whose operator runs `fix`."""
 
     controls: Controls  # what the operator's commands and writes reach
@@ -322,13 +322,13 @@ class Mended(Served):
 @pytest.fixture
 async def host(
     short_tmp: Path, node: SimulatedNode, ticking: None, kubelet: Kubelet, start: StartDaemon
-) -> AsyncIterator[Mended]:
+) -> AsyncIterator[FixHost]:
     """With a tt-smi and a modprobe that write down their calls."""
     controls = Controls(node, short_tmp)
     controls.install("tt-smi", "modprobe")
     environ = {"RUNTIME_DIRECTORY": str(short_tmp), "TT_CONTROLS": controls.path}
     async with controls.serving():
-        yield Mended(
+        yield FixHost(
             short_tmp, node, environ, {**QUICK}, kubelet=kubelet, start=start, controls=controls
         )
 
@@ -356,7 +356,7 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
+async def test_each_step_mends_what_it_is_for(host: FixHost, row: str) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
     other, chip = await host.add("n150", "n150", health=STALLS)
@@ -378,7 +378,7 @@ async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
 # -- several steps, and steps without effect -------------------------------------------------------
 
 
-async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
+async def test_two_faults_are_mended_in_turn(host: FixHost) -> None:
     """A device file that is missing, and a chip that does not respond."""
     can_make_device_files(host.node)
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE)
@@ -405,7 +405,7 @@ IN_VAIN: dict[str, tuple[Callable[[Chip], None], Kind, list[str], str]] = {
 
 @pytest.mark.parametrize("what", IN_VAIN)
 async def test_a_step_without_effect_is_not_taken_again(
-    host: Mended, monkeypatch: pytest.MonkeyPatch, what: str
+    host: FixHost, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The next one is, if there is one; else it says what is left."""
     breaks, kind, calls, left = IN_VAIN[what]
@@ -421,7 +421,7 @@ async def test_a_step_without_effect_is_not_taken_again(
     assert answer.out.endswith(f"what is left: {left}\n")
 
 
-async def test_what_the_kernel_refuses_has_its_reason(host: Mended) -> None:
+async def test_what_the_kernel_refuses_has_its_reason(host: FixHost) -> None:
     """After the unbind of a rebind, the bind is not tried again: it is a part of that step."""
     host.constants["FOLLOWS_WITHIN"] = 1.0
     host.controls.refused = {"bind": "EBUSY"}
@@ -434,7 +434,7 @@ async def test_what_the_kernel_refuses_has_its_reason(host: Mended) -> None:
     assert refusal in answer.out and answer.out.endswith(f"what is left: {POWER_CYCLE}\n")
 
 
-async def test_a_reset_that_ends_by_itself_is_waited_for(host: Mended) -> None:
+async def test_a_reset_that_ends_by_itself_is_waited_for(host: FixHost) -> None:
     """Then no step is needed, and no answer."""
     chip = await host.ill("p150a", Chip.reset, Kind.RESETTING)
     host.constants["RESET_TAKES"] = 60.0
@@ -447,7 +447,7 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(host: Mended) -> None:
     assert host.controls.calls == [] and "healthy" in terminal.text
 
 
-async def test_an_effect_has_four_health_intervals(host: Mended) -> None:
+async def test_an_effect_has_four_health_intervals(host: FixHost) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE, interval=1.0)
     loop = asyncio.get_running_loop()
@@ -462,7 +462,7 @@ async def test_an_effect_has_four_health_intervals(host: Mended) -> None:
 # -- nothing is done -------------------------------------------------------------------------------
 
 
-async def test_a_healthy_chip_is_left_alone(host: Mended) -> None:
+async def test_a_healthy_chip_is_left_alone(host: FixHost) -> None:
     """It says so, and which pod has it; addresses are accepted in any case."""
     host.node.add("n150", bdf="0000:0a:00.0")
     await host.add()
@@ -475,7 +475,7 @@ async def test_a_healthy_chip_is_left_alone(host: Mended) -> None:
     assert host.controls.calls == []
 
 
-async def test_a_chip_that_is_out_of_service_is_left_alone(host: Mended) -> None:
+async def test_a_chip_that_is_out_of_service_is_left_alone(host: FixHost) -> None:
     """Whatever it has, as it may be on its way back to the vendor; status 0."""
     (chip,) = await host.add("n150", exclude=(ADDRESS,))
     chip.unbind()
@@ -486,7 +486,7 @@ async def test_a_chip_that_is_out_of_service_is_left_alone(host: Mended) -> None
     assert (host.controls.calls, answer.status) == ([], 0)
 
 
-async def test_what_no_command_helps(host: Mended) -> None:
+async def test_what_no_command_helps(host: FixHost) -> None:
     """It says what would help; status 1."""
     chip = await host.ill("p150a", Chip.trip, Kind.TRIPPED)
 
@@ -500,7 +500,7 @@ async def test_what_no_command_helps(host: Mended) -> None:
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
+async def test_an_invalid_file_does_not_keep_from_mending(host: FixHost) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
     dead = await host.dead()
     file = host.configure("unit = 7")
@@ -509,7 +509,7 @@ async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     assert (len(host.controls.calls), answer.status) == (1, 0)
 
 
-async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
+async def test_who_may_not_is_told_to_be_root(host: FixHost) -> None:
     """For a step, and for the daemon's view; in one line."""
     chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
     bind = host.node.root / "sys/bus/pci/drivers/tenstorrent/bind"
@@ -527,7 +527,7 @@ async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
 # -- the question ----------------------------------------------------------------------------------
 
 
-async def test_it_prints_readmes_example(host: Mended) -> None:
+async def test_it_prints_readmes_example(host: FixHost) -> None:
     """Fault, users, step, command, question; then what it sees, and which pods lost their chip.
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
@@ -551,7 +551,7 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
     assert in_general(text) == in_general(example)
 
 
-async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
+async def test_any_answer_but_yes_is_a_no(host: FixHost) -> None:
     """Then nothing is done; status 1. (README's example has the short answer.)"""
     dead = await host.dead()
 
@@ -564,7 +564,7 @@ async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
     assert (host.controls.calls, status) == ([RESET], 0)
 
 
-async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> None:
+async def test_what_was_typed_before_the_question_is_no_answer(host: FixHost) -> None:
     """Such as the rest of what was pasted."""
     dead = await host.dead()
     async with host.on_terminal("fix", dead.bdf) as terminal:
@@ -583,7 +583,7 @@ async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> 
     ],
 )
 async def test_without_a_terminal_it_only_describes(
-    host: Mended, breaks: Callable[[Chip], None], kind: Kind, step: str
+    host: FixHost, breaks: Callable[[Chip], None], kind: Kind, step: str
 ) -> None:
     """The first step, without the command; a pipe cannot answer. Status 1."""
     chip = await host.ill("p150a", breaks, kind)
@@ -598,11 +598,11 @@ async def test_without_a_terminal_it_only_describes(
     assert (host.controls.calls, answer.status, answer.err) == ([], 1, "")
 
 
-async def renumber(host: Mended, chip: Chip, other: Chip) -> None:
+async def renumber(host: FixHost, chip: Chip, other: Chip) -> None:
     host.node.swap_ordinals(chip.bdf, other.bdf)
 
 
-async def end_the_pod(host: Mended, chip: Chip, other: Chip) -> None:
+async def end_the_pod(host: FixHost, chip: Chip, other: Chip) -> None:
     host.kubelet.delete("train-0")
     await until(lambda: not host.daemon.decision.holds)
 
@@ -615,7 +615,7 @@ async def end_the_pod(host: Mended, chip: Chip, other: Chip) -> None:
     ],
 )
 async def test_after_a_change_the_answer_was_for_another_step(
-    host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
+    host: FixHost, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
     (chip,) = await host.add("n150", health=STALLS)
@@ -637,7 +637,7 @@ async def test_after_a_change_the_answer_was_for_another_step(
     assert host.controls.calls == []
 
 
-async def test_the_service_ends_before_the_answer(host: Mended) -> None:
+async def test_the_service_ends_before_the_answer(host: FixHost) -> None:
     """Nothing is done without its view."""
     dead = await host.dead()
     lost = host.root / "lost"  # the name is all that a connection needs
@@ -654,7 +654,7 @@ async def test_the_service_ends_before_the_answer(host: Mended) -> None:
 # -- whom it hits ----------------------------------------------------------------------------------
 
 
-async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
+async def test_a_reset_of_a_p300_hits_the_other_chip(host: FixHost) -> None:
     """That of its own board, and its pod; both pods have to be started again."""
     *_, chip, other = await host.add("p300c", "p300c")
     await host.admit(P300, "train-0", "train-1", "train-2", "train-3")
@@ -672,7 +672,7 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
-async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
+async def test_the_other_chip_can_be_unknown(host: FixHost) -> None:
     """Two chips are known as one board by its serial number, which the firmware reports."""
     chip, _ = host.node.add("p300c", firmware=False)
     await host.add()
@@ -682,7 +682,7 @@ async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
 
-async def test_the_driver_concerns_all_chips(host: Mended) -> None:
+async def test_the_driver_concerns_all_chips(host: FixHost) -> None:
     """Loading it is a step for the whole node, so the users of the other chips are named, too."""
     chip, other = await host.add("n150", "n150")
     await host.admit(N150, "train-0", number=2)
@@ -695,7 +695,7 @@ async def test_the_driver_concerns_all_chips(host: Mended) -> None:
     assert f"{other.bdf}: used by default/train-0\n" in answer.out
 
 
-async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> None:
+async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: FixHost) -> None:
     """--yes does not give it; what is known of such resets is told."""
     (chip,) = host.node.add("p150a")  # 32 chips would take seconds
     chip.write("subsystem_device", b"0x0047\n")
@@ -712,7 +712,7 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     assert (host.controls.calls, in_pipe.status, status) == ([], 1, 1)
 
 
-async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended) -> None:
+async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: FixHost) -> None:
     """After a reboot without it: the pod's allocation has nothing but its address."""
     (chip,) = await host.add("n150")
     await host.admit(N150, "train-0")
@@ -731,7 +731,7 @@ async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended)
 # -- tt-smi ----------------------------------------------------------------------------------------
 
 
-async def test_a_missing_tt_smi(host: Mended) -> None:
+async def test_a_missing_tt_smi(host: FixHost) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
     dead = await host.dead()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
@@ -745,7 +745,7 @@ async def test_a_missing_tt_smi(host: Mended) -> None:
     [("4.1.9", True), ("", True), ("unknown", True), ("4.2", False), ("4.10.0", False)],
 )
 async def test_tt_smi_must_accept_a_device_file_as_target(
-    host: Mended, version: str, is_old: bool
+    host: FixHost, version: str, is_old: bool
 ) -> None:
     """As it does since 4.2; one without a version does not."""
     host.controls.version = version
@@ -759,7 +759,7 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
     assert (path, problem) == (("", old) if is_old else (place, ""))
 
 
-async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
+async def test_the_environment_and_the_status_of_tt_smi(host: FixHost) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
     dead = await host.dead()
     host.controls.status = 1
@@ -771,7 +771,7 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     assert "tt-smi ended with status 1\n" in answer.out and answer.status == 0
 
 
-async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended) -> None:
+async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: FixHost) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
     dead = await host.dead()
     host.controls.install("tt-smi", ignored=(signal.SIGINT, signal.SIGTERM))
@@ -801,7 +801,7 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 }
 
 
-async def test_an_interrupt_at_the_question(host: Mended) -> None:
+async def test_an_interrupt_at_the_question(host: FixHost) -> None:
     """However it comes, no step is taken, and the status is 130."""
     dead = await host.dead()
 
@@ -818,7 +818,7 @@ async def test_an_interrupt_at_the_question(host: Mended) -> None:
     ],
 )
 async def test_an_interrupt_counts_after_a_step(
-    host: Mended, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
+    host: FixHost, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
 ) -> None:
     """An unbind is followed by its bind, and the terminal's Ctrl-C does not end modprobe."""
     chip = await host.ill("p150a", breaks, kind)
@@ -834,7 +834,7 @@ async def test_an_interrupt_counts_after_a_step(
     assert chip.ordinal is not None
 
 
-async def test_an_interrupt_while_it_waits(host: Mended) -> None:
+async def test_an_interrupt_while_it_waits(host: FixHost) -> None:
     """For the effect of a step: it says how the chip is, and ends.
 
     With --yes, the command is shown on a terminal, and nothing is asked.
@@ -856,7 +856,7 @@ async def test_an_interrupt_while_it_waits(host: Mended) -> None:
 
 
 async def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
-    host: Mended,
+    host: FixHost,
 ) -> None:
     """node-problem-detector runs a check; its status is the condition, which taints the node.
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.container import PACKAGES, Container
-from tests.e2e.host import UNIT, Packages
+from tests.e2e.host import Packages
+from tests.e2e.steps import UNIT
 from tests.world.processes import ROOT, wait_until
 
 URL = "http://127.0.0.1:8000"  # of a node's own web server

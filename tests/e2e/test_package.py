@@ -32,10 +32,10 @@ from tests.e2e.host import (
     NEXT,
     PYZ,
     RESOURCE,
-    UNIT,
     Host,
     Packages,
 )
+from tests.e2e.steps import UNIT
 from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")

@@ -15,8 +15,9 @@ import pytest
 
 from tests.documents import MANY_NODES, root_commands
 from tests.e2e.conftest import Told
-from tests.e2e.host import CONFIG, NEXT, UNIT
+from tests.e2e.host import CONFIG, NEXT
 from tests.e2e.repository import EXAMPLE, URL, Node, Publisher, of_this_server
+from tests.e2e.steps import UNIT
 
 SUITES = ("bookworm", "trixie")
 # The commands of many-nodes.md, without questions.

@@ -13,8 +13,9 @@ import pytest
 
 from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e.container import PACKAGES
-from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
+from tests.e2e.host import CONFIG, CONFIGURATION
 from tests.e2e.repository import Node, Publisher, of_this_server
+from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import wait_until
 
