@@ -111,22 +111,86 @@ def sweep(config: Config) -> None:
             path.unlink(missing_ok=True)  # its owner may have been faster
 
 
-class _Observed:
-    """The questions and faults of a kubelet."""
+class Kubelet:
+    """A kubelet that serves in `directory`, and the pods of its node.
 
-    def __init__(self, config: Config, log: EventLog) -> None:
-        self.config = config
-        self.directory = config.directory
-        self.socket = config.directory / "kubelet.sock"
+    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
+    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
+    any plugin can register, and those of the API server when all resources are listed again (see
+    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
+    exists). Until then no pod is forgotten, and List does not name them.
+
+    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
+    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
+    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
+    `layout`, `has_pause`, `create_seconds`: see Runtime.
+
+    Methods that name a pod take its name, for the latest pod of that name, or its UID.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        version: tuple[int, int] = (1, 36),
+        policy: Policy = "none",
+        dial_timeout: float = 10.0,
+        seed: int = 0,
+        on_event: Callable[[Event], None] | None = None,
+        back_off: float = 0.2,
+        pods_come: float = 5.0,
+        host: SimulatedNode | None = None,
+        layout: Layout = "cgroupfs",
+        has_pause: bool = True,
+        create_seconds: float = 0.0,
+    ) -> None:
+        log = EventLog(on_event)
+        self.config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
+        self.directory = self.config.directory
+        self.socket = self.directory / "kubelet.sock"
+        self.pod_resources = self.directory.parent / "pod-resources/kubelet.sock"
+        self.file = CheckpointFile(self.directory, log, self.config.random)
+        self.alive = False
+        self._sockets = Sockets()
+
+        # What happens.
         self.log = log
-        self.pods = Pods()
-        self.faults: list[Fault] = []  # in the order in which calls meet them
-        self.file = CheckpointFile(config.directory, log, config.random)
-        self.manager = DeviceManager(config, log, self.file, self.pods)  # in its latest life
         self.find = log.find
         self.events = log.events
         self.violations = log.violations  # what no correct plugin causes
         self.killed: list[str] = []  # running pods that a start did not admit again
+        self.faults: list[Fault] = []  # in the order in which calls meet them
+
+        # The pods of the node, and what this kubelet, in its latest life, knows of them.
+        self.pods = Pods()
+        self.manager = DeviceManager(self.config, log, self.file, self.pods)
+        self.pods_come = pods_come
+        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
+        self._former: set[str] = set()  # resources of the former life
+        self._admission = asyncio.Lock()
+        self._learning: asyncio.Task[None] | None = None  # of the API server's pods
+
+        # Their containers.
+        self.runtime = Runtime(
+            host,
+            Judge(log),
+            layout=layout,
+            has_pause=has_pause,
+            create_seconds=create_seconds,
+        )
+        self._back_off = back_off
+        self._workers: dict[Pod, Worker] = {}
+        self._keeps_cgroups = False
+        self._empty: list[Pod] = []  # ended pods whose cgroups still exist
+
+    async def __aenter__(self) -> Kubelet:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # Questions
 
     async def wait_for(
         self, predicate: Callable[[], T], timeout: float = PATIENCE, what: str = "an event"
@@ -172,6 +236,8 @@ class _Observed:
 
         await self.wait_for(runs)
 
+    # Faults
+
     def refuse_with(
         self, code: grpc.StatusCode, message: str = "refused", times: float = 1
     ) -> None:
@@ -199,192 +265,6 @@ class _Observed:
     def corrupt(self, how: Corruption | bytes) -> None:
         """Damage the checkpoint, or replace it by these bytes, until the next write."""
         self.file.corrupt(how)
-
-
-class _Running(_Observed):
-    """The pods of the kubelet's node, from their admission to their end; they outlive the kubelet.
-
-    Methods that name a pod take its name, for the latest pod of that name, or its UID.
-    """
-
-    def __init__(self, config: Config, log: EventLog, runtime: Runtime, back_off: float) -> None:
-        super().__init__(config, log)
-        self.runtime = runtime
-        self.alive = False
-        self._back_off = back_off
-        self._workers: dict[Pod, Worker] = {}
-        self._keeps_cgroups = False
-        self._empty: list[Pod] = []  # ended pods whose cgroups still exist
-
-    def _work(self, pod: Pod) -> None:
-        """Start those containers of an admitted pod that do not run yet."""
-        if worker := self._workers.get(pod):
-            worker.wake()
-            return
-
-        async def ready() -> None:
-            # A static pod that returns has the UID, and so the cgroup, of the one that ends.
-            same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
-            await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
-            self.runtime.make_cgroup(pod)
-
-        worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
-        self._workers[pod] = worker
-
-    async def _prepare(self, pod: Pod, container: Container) -> Allocation:
-        return await ContainerDevices(self.manager, pod, container).prepare()
-
-    def _stop_processes(self, pod: Pod) -> None:
-        for container in pod.containers.values():
-            self.runtime.stop(pod, container)
-        self.runtime.stop_sandbox(pod)
-
-    def _terminate(self, pod: Pod, *, forget: bool = False) -> None:
-        """End containers, then the sandbox, then the cgroup, once no container is being started."""
-
-        def finish() -> None:
-            self._stop_processes(pod)
-            pod.over = True
-            pod.known = pod.known and not forget
-            self.log.record("terminated", pod=pod.name, uid=pod.uid)
-            self._empty.append(pod)
-            self.keep_cgroups(self._keeps_cgroups)
-
-        if worker := self._workers.pop(pod, None):
-            worker.leave(finish)
-        else:
-            finish()
-
-    def _leave_alone(self, pod: Pod) -> None:
-        """Let the kubelet forget a pod, whose containers run on."""
-        pod.known = False
-        if worker := self._workers.pop(pod, None):
-            worker.leave(lambda: None)
-
-    def _delete(self, name: str, end: Callable[[Pod], None]) -> None:
-        """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
-        pod = self.pods.get(name)
-        pod.wanted = False
-        self.log.record("deleted", pod=pod.name, uid=pod.uid)
-        if self.alive and (pod.static or not self.pods.api_away):
-            end(pod)
-
-    def delete(self, pod: str) -> None:
-        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
-
-        The device manager forgets it when a List or the next admission asks, and the file with its
-        next write. While the kubelet does not hear of it, containers run on until `end`.
-        """
-        self._delete(pod, lambda found: self._terminate(found, forget=True))
-
-    def force_delete(self, pod: str) -> None:
-        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
-        self._delete(pod, self._leave_alone)
-
-    async def remove_pod(self, pod: str) -> None:
-        """Delete a pod, and let the device manager forget it and write that down at once."""
-        self.delete(pod)
-        self.manager.prune()
-        await self.manager.write_checkpoint()
-
-    def end(self, pod: str) -> None:
-        """End the containers of a pod whose object is gone, and remove its cgroup."""
-        self._terminate(self.pods.get_running(pod))
-
-    def complete(self, pod: str) -> None:
-        """Let a pod's containers end by themselves for good; its object stays."""
-        self._terminate(self.pods.get(pod))
-
-    def crash(self, pod: str, container: str) -> None:
-        """End a container; it is started again, with PreStartContainer and without Allocate."""
-        found = self.pods.get(pod)
-        self.runtime.stop(found, found.containers[container])
-        self.log.record("exited", pod=pod, container=container)
-        if worker := self._workers.get(found):
-            worker.wake()
-
-    def kill_sandbox(self, pod: str) -> None:
-        """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
-        found = self.pods.get(pod)
-        self._halt(found)
-        if worker := self._workers.get(found):
-            worker.wake()
-
-    def _halt(self, pod: Pod) -> None:
-        self._stop_processes(pod)
-        for container in pod.containers.values():
-            container.over = False  # init containers must run again
-
-    def keep_cgroups(self, kept: bool = True) -> None:
-        """Keep the empty cgroups of pods that end, until not `kept`."""
-        self._keeps_cgroups = kept
-        if kept:
-            return
-
-        # A static pod that has returned has the cgroup of the one that has ended.
-        in_use = {pod.uid for pod in self.pods if not pod.over}
-        for pod in self._empty:
-            if pod.uid not in in_use:
-                self.runtime.remove_cgroup(pod)
-        self._empty = [pod for pod in self._empty if pod.uid in in_use]
-
-
-class Kubelet(_Running):
-    """A kubelet that serves in `directory`, and the pods of its node.
-
-    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
-    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
-    any plugin can register, and those of the API server when all resources are listed again (see
-    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
-    exists). Until then no pod is forgotten, and List does not name them.
-
-    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
-    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
-    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
-    `layout`, `has_pause`, `create_seconds`: see Runtime.
-    """
-
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        version: tuple[int, int] = (1, 36),
-        policy: Policy = "none",
-        dial_timeout: float = 10.0,
-        seed: int = 0,
-        on_event: Callable[[Event], None] | None = None,
-        back_off: float = 0.2,
-        pods_come: float = 5.0,
-        host: SimulatedNode | None = None,
-        layout: Layout = "cgroupfs",
-        has_pause: bool = True,
-        create_seconds: float = 0.0,
-    ) -> None:
-        config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
-        log = EventLog(on_event)
-        runtime = Runtime(
-            host,
-            Judge(log),
-            layout=layout,
-            has_pause=has_pause,
-            create_seconds=create_seconds,
-        )
-        super().__init__(config, log, runtime, back_off)
-
-        self.pod_resources = config.directory.parent / "pod-resources/kubelet.sock"
-        self.pods_come = pods_come
-        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
-        self._sockets = Sockets()
-        self._former: set[str] = set()  # resources of the former life
-        self._admission = asyncio.Lock()
-        self._learning: asyncio.Task[None] | None = None  # of the API server's pods
-
-    async def __aenter__(self) -> Kubelet:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     # Life
 
@@ -605,6 +485,120 @@ class Kubelet(_Running):
 
         self._terminate(pod)
         pod.over = pod.rejected = True
+
+    # Starts and ends of pods, which outlive the kubelet
+
+    def _work(self, pod: Pod) -> None:
+        """Start those containers of an admitted pod that do not run yet."""
+        if worker := self._workers.get(pod):
+            worker.wake()
+            return
+
+        async def ready() -> None:
+            # A static pod that returns has the UID, and so the cgroup, of the one that ends.
+            same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
+            await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
+            self.runtime.make_cgroup(pod)
+
+        worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
+        self._workers[pod] = worker
+
+    async def _prepare(self, pod: Pod, container: Container) -> Allocation:
+        return await ContainerDevices(self.manager, pod, container).prepare()
+
+    def _stop_processes(self, pod: Pod) -> None:
+        for container in pod.containers.values():
+            self.runtime.stop(pod, container)
+        self.runtime.stop_sandbox(pod)
+
+    def _terminate(self, pod: Pod, *, forget: bool = False) -> None:
+        """End containers, then the sandbox, then the cgroup, once no container is being started."""
+
+        def finish() -> None:
+            self._stop_processes(pod)
+            pod.over = True
+            pod.known = pod.known and not forget
+            self.log.record("terminated", pod=pod.name, uid=pod.uid)
+            self._empty.append(pod)
+            self.keep_cgroups(self._keeps_cgroups)
+
+        if worker := self._workers.pop(pod, None):
+            worker.leave(finish)
+        else:
+            finish()
+
+    def _leave_alone(self, pod: Pod) -> None:
+        """Let the kubelet forget a pod, whose containers run on."""
+        pod.known = False
+        if worker := self._workers.pop(pod, None):
+            worker.leave(lambda: None)
+
+    def _delete(self, name: str, end: Callable[[Pod], None]) -> None:
+        """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
+        pod = self.pods.get(name)
+        pod.wanted = False
+        self.log.record("deleted", pod=pod.name, uid=pod.uid)
+        if self.alive and (pod.static or not self.pods.api_away):
+            end(pod)
+
+    def delete(self, pod: str) -> None:
+        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
+
+        The device manager forgets it when a List or the next admission asks, and the file with its
+        next write. While the kubelet does not hear of it, containers run on until `end`.
+        """
+        self._delete(pod, lambda found: self._terminate(found, forget=True))
+
+    def force_delete(self, pod: str) -> None:
+        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
+        self._delete(pod, self._leave_alone)
+
+    async def remove_pod(self, pod: str) -> None:
+        """Delete a pod, and let the device manager forget it and write that down at once."""
+        self.delete(pod)
+        self.manager.prune()
+        await self.manager.write_checkpoint()
+
+    def end(self, pod: str) -> None:
+        """End the containers of a pod whose object is gone, and remove its cgroup."""
+        self._terminate(self.pods.get_running(pod))
+
+    def complete(self, pod: str) -> None:
+        """Let a pod's containers end by themselves for good; its object stays."""
+        self._terminate(self.pods.get(pod))
+
+    def crash(self, pod: str, container: str) -> None:
+        """End a container; it is started again, with PreStartContainer and without Allocate."""
+        found = self.pods.get(pod)
+        self.runtime.stop(found, found.containers[container])
+        self.log.record("exited", pod=pod, container=container)
+        if worker := self._workers.get(found):
+            worker.wake()
+
+    def kill_sandbox(self, pod: str) -> None:
+        """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
+        found = self.pods.get(pod)
+        self._halt(found)
+        if worker := self._workers.get(found):
+            worker.wake()
+
+    def _halt(self, pod: Pod) -> None:
+        self._stop_processes(pod)
+        for container in pod.containers.values():
+            container.over = False  # init containers must run again
+
+    def keep_cgroups(self, kept: bool = True) -> None:
+        """Keep the empty cgroups of pods that end, until not `kept`."""
+        self._keeps_cgroups = kept
+        if kept:
+            return
+
+        # A static pod that has returned has the cgroup of the one that has ended.
+        in_use = {pod.uid for pod in self.pods if not pod.over}
+        for pod in self._empty:
+            if pod.uid not in in_use:
+                self.runtime.remove_cgroup(pod)
+        self._empty = [pod for pod in self._empty if pod.uid in in_use]
 
 
 # ---------------------------------------------------------------------------------- services
