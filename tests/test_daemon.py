@@ -83,7 +83,7 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """One line names the card; it is found all the same when it comes."""
-    monkeypatch.setattr("ttdp.BIND_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 0.3)
     (chip,) = node.add("n150")
     chip.unbind()
     daemon = await start(interval=3600)
@@ -110,7 +110,7 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Nor for one that it shall not have."""
-    monkeypatch.setattr("ttdp.BIND_TIMEOUT", 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 4 * PATIENCE)
     (card,) = node.add("n150")
     card.unbind()
     CANNOT_BE_BOUND[why](node, card)
@@ -149,7 +149,7 @@ async def test_the_watchdog_is_fed_in_half_its_time_whatever_the_interval_of_pol
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An administrator can set a shorter one."""
-    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     node.add("n150")
     daemon = await start({"WATCHDOG_USEC": "400000"}, interval=3600)
     await daemon.ready()
@@ -176,7 +176,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
 
     These looks are no polls: two within the 0.1 s that a heartbeat takes would show a stall.
     """
-    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
     (chip,) = node.add("n150")
     daemon = await start(interval=3600, environ=WATCHDOG)
     await kubelet.registered(N150)
@@ -188,7 +188,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
         no_descriptors()
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttdp.scan", fail)
+        patch.setattr(ttdp, "scan", fail)
         chip.vanish()
         await until(lambda: failed)
         daemon.forget_notes()
@@ -207,7 +207,7 @@ async def test_the_next_turn_does_what_a_failed_one_has_not_done(
     caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The list, the log and the files for others have a change, though the first turn failed."""
-    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
     (chip,) = node.add("n150")
     daemon = await start(interval=3600, cdi_dir=str(tmp_path))
     await kubelet.registered(N150)

@@ -119,8 +119,8 @@ async def test_a_file_appears_with_its_directory_and_is_written_again(
 
     No line of the log reports a directory that does not exist.
     """
-    monkeypatch.setattr("ttdp.ROUND", 0.1)
-    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.1)
+    monkeypatch.setattr(ttdp, "ROUND", 0.1)
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.1)
     node.add("n150")
     daemon = await start(interval=3600)
     await kubelet.registered(N150)

@@ -342,7 +342,7 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
     listening: CountingSocket,
 ) -> None:  # fmt: skip
     """Figures are never passed off as newer than they are."""
-    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.05)
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.05)
     node.add("n150")
     await start(interval=0.02)
     await until(file.exists)
@@ -353,7 +353,7 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttdp.plugin_metrics", fail)
+        patch.setattr(ttdp, "plugin_metrics", fail)
         await until(lambda: attempts)
         written = file.stat().st_mtime_ns
         reason = ("HTTP/1.1 503 Service Unavailable", "the metrics cannot be collected\n")

@@ -67,7 +67,7 @@ async def test_the_link_of_udev_is_waited_for(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allocate waits for it if the rule is in force, as the kubelet keeps the answer."""
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
     chip, _ = node.chips
     (chip.by_pci.parent / "0000:09:00.0").symlink_to("../9")  # the rule is in force
     lead(chip.by_pci, "../7")  # to another chip's
@@ -87,7 +87,7 @@ async def test_without_the_link_a_container_gets_the_device_file(
     has_rule: bool,
 ) -> None:  # fmt: skip
     """After a second if the rule is in force, else at once."""
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", 0.2 if has_rule else 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", 0.2 if has_rule else 4 * PATIENCE)
     node = SimulatedNode(tmp_path / "unlinked", links=has_rule)
     chip, _ = node.add("n150") + node.add("n150")
     if has_rule:
@@ -108,7 +108,7 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
 
     Then nothing waits for udev's link: the runtime takes the host path from the CDI file.
     """
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", 4 * PATIENCE)
     chip, other = node.chips
     chip.by_pci.unlink()
     cdi = short_tmp / "cdi"
