@@ -215,7 +215,11 @@ UNKNOWN = chip(2, "p300c", ordinal=1)  # a virtual machine has had it since boot
         ([PAIR[0], UNKNOWN], [], []),
         ([PAIR[0], UNKNOWN], [2], []),
     ],
-)
+    ids=[
+        "another one is missing", "the Galaxy is whole", "in service", "its board is out", "half",
+        "a chip without a serial", "that one excluded",
+    ],
+)  # fmt: skip
 def test_an_excluded_chip_is_not_missing_on_its_board(
     chips: list[Chip], excluded: list[int], missing: list[str]
 ) -> None:

@@ -54,65 +54,97 @@ def seen(
     return Situation(function, fault=fault, now=1e9, since=1e9 - lasts, **more)
 
 
-@pytest.mark.parametrize(
-    ("situation", "step"),
-    [
-        (seen(Kind.GONE, UNBOUND._replace(on_bus=False)), Step.RESCAN),
-        (seen(Kind.NO_DRIVER, UNLOADED), Step.LOAD),
-        (seen(Kind.NO_DRIVER, UNBOUND), Step.BIND),
-        (seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci"), Step.BIND),
-        (seen(Kind.DEVICE_FILE, HERE.without_device_file("tenstorrent")), Step.REBIND),
-        (seen(Kind.DEVICE_FILE, NO_FILE), Step.MAKE_FILE),
-        *((seen(kind), Step.RESET) for kind in (Kind.NO_RESPONSE, Kind.STALLED, Kind.BLOCKED)),
-        (seen(Kind.READ_ERROR), Step.RESET),
-        (seen(Kind.RESETTING, lasts=29), Step.WAIT),
-        (seen(Kind.RESETTING, lasts=31), Step.REBIND),
-        (seen(Kind.RESETTING, done=frozenset({Step.REBIND})), Step.RESET),
-        (seen(Kind.SILENT, WORMHOLE, lasts=119), Step.WAIT),
-        (seen(Kind.SILENT, WORMHOLE, lasts=121), Step.REBIND),
-        (seen(Kind.SILENT, BLACKHOLE, lasts=29), Step.WAIT),
-        (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
-        (seen(Kind.SILENT, done=frozenset({Step.REBIND})), Step.RESET),
-        (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
-        # The clock was set back after the fault had begun.
-        (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
-        (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
-        # sysfs is right where the daemon has not looked yet.
-        (seen(None, UNBOUND), Step.BIND),
-        (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
-    ],
-)
-def test_the_step_that_a_fault_needs(situation: Situation, step: Step) -> None:
+REBOUND = frozenset({Step.REBIND})
+STEPS: dict[str, tuple[Situation, Step]] = {
+    "gone": (seen(Kind.GONE, UNBOUND._replace(on_bus=False)), Step.RESCAN),
+    "driver not loaded": (seen(Kind.NO_DRIVER, UNLOADED), Step.LOAD),
+    "driver not bound": (seen(Kind.NO_DRIVER, UNBOUND), Step.BIND),
+    "kept for another driver": (seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci"), Step.BIND),
+    "bound, but no device file": (
+        seen(Kind.DEVICE_FILE, HERE.without_device_file("tenstorrent")),
+        Step.REBIND,
+    ),
+    "device file is missing": (seen(Kind.DEVICE_FILE, NO_FILE), Step.MAKE_FILE),
+    "no response": (seen(Kind.NO_RESPONSE), Step.RESET),
+    "stalled": (seen(Kind.STALLED), Step.RESET),
+    "blocked": (seen(Kind.BLOCKED), Step.RESET),
+    "read error": (seen(Kind.READ_ERROR), Step.RESET),
+    "resetting": (seen(Kind.RESETTING, lasts=29), Step.WAIT),
+    "resetting for long": (seen(Kind.RESETTING, lasts=31), Step.REBIND),
+    "resetting after a rebind": (seen(Kind.RESETTING, done=REBOUND), Step.RESET),
+    "resetting on arm64": (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
+    "silent Wormhole": (seen(Kind.SILENT, WORMHOLE, lasts=119), Step.WAIT),
+    "silent Wormhole for long": (seen(Kind.SILENT, WORMHOLE, lasts=121), Step.REBIND),
+    "silent Blackhole": (seen(Kind.SILENT, BLACKHOLE, lasts=29), Step.WAIT),
+    "silent Blackhole for long": (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
+    "silent after a rebind": (seen(Kind.SILENT, done=REBOUND), Step.RESET),
+    "resetting, clock set back": (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
+    "silent, clock set back": (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
+    # sysfs is right where the daemon has not looked yet.
+    "unbound a moment ago": (seen(None, UNBOUND), Step.BIND),
+    "stalled, file lost a moment ago": (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
+}
+
+
+@pytest.mark.parametrize("fault", STEPS)
+def test_the_step_that_a_fault_needs(fault: str) -> None:
     """A row of the table each."""
+    situation, step = STEPS[fault]
     assert ttdp.next_step(situation) is step
 
 
 DAYS = 9 * 86400.0
 END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 60))
 LATER_END = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + DAYS))
+OUT_OF_SERVICE = "the chip is excluded, and no pod holds it"
+ENDS: dict[str, tuple[Situation, str, bool]] = {  # what it says, and whether the chip is well
+    "healthy": (seen(), "nothing needs to be done", True),
+    "out of service": (seen(in_service=False), OUT_OF_SERVICE, True),
+    "out of service, not bound": (seen(None, UNBOUND, in_service=False), OUT_OF_SERVICE, True),
+    "another driver's": (
+        seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")),
+        "virtual machine",
+        False,
+    ),
+    "hot": (seen(Kind.HOT), "only cooling helps", False),
+    "tripped": (
+        seen(Kind.TRIPPED, ends_at=1e9 + 60),
+        f"the fault ends at {END_OF_TRIP} if",
+        False,
+    ),
+    "tripped, for days": (
+        seen(Kind.TRIPPED, ends_at=1e9 + DAYS),
+        f"the fault ends at {LATER_END} if",
+        False,
+    ),
+    "stalled on arm64": (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
+    "gone, but on the bus": (seen(Kind.GONE), "the service has no reading of it yet", False),
+    # No step is taken twice.
+    "stalled, all done": (
+        seen(Kind.STALLED, done=TAKEN),
+        "what is left: power-cycle the host",
+        False,
+    ),
+    "silent, all done": (
+        seen(Kind.SILENT, done=TAKEN),
+        "what is left: power-cycle the host",
+        False,
+    ),
+    "driver not loaded, all done": (
+        seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN),
+        "what is left: install the driver",
+        False,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("situation", "text", "is_well"),
-    [
-        (seen(), "nothing needs to be done", True),
-        (seen(in_service=False), "the chip is excluded, and no pod holds it", True),
-        (seen(None, UNBOUND, in_service=False), "the chip is excluded, and no pod holds it", True),
-        (seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")), "virtual machine", False),
-        (seen(Kind.HOT), "only cooling helps", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"the fault ends at {LATER_END} if", False),
-        (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
-        (seen(Kind.GONE), "the service has no reading of it yet", False),
-        # No step is taken twice.
-        (seen(Kind.STALLED, done=TAKEN), "what is left: power-cycle the host", False),
-        (seen(Kind.SILENT, done=TAKEN), "what is left: power-cycle the host", False),
-        (seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN), "what is left: install the driver", False),
-    ],
-)
-def test_where_no_step_helps(situation: Situation, text: str, is_well: bool) -> None:
+@pytest.mark.parametrize("state", ENDS)
+def test_where_no_step_helps(state: str) -> None:
     """It says why; a chip without a fault, or out of service, is well."""
+    situation, text, is_well = ENDS[state]
+
     end = ttdp.next_step(situation)
+
     assert isinstance(end, End)
     assert text in end.text and end.is_well == is_well
 

@@ -263,8 +263,14 @@ def test_a_card_type_that_the_driver_does_not_know_is_not_a_dead_chip(
     assert parse(heartbeat | {"tt_card_type": "unknown"}).all_ones is is_dead
 
 
-@pytest.mark.parametrize("torn", ["FFFFFFFFB3C4AC04", "B3C4AC04FFFFFFFF", "0" * 16])
-@pytest.mark.parametrize("version", ["0.0.0.0", "255.255.255.255"])
+@pytest.mark.parametrize(
+    ("torn", "version"),
+    [
+        ("FFFFFFFFB3C4AC04", "255.255.255.255"),
+        ("B3C4AC04FFFFFFFF", "255.255.255.255"),
+        ("0" * 16, "0.0.0.0"),
+    ],
+)
 def test_an_identity_that_was_read_during_a_reset_is_discarded(torn: str, version: str) -> None:
     """The driver reads each half of a serial by itself, and it can be all ones."""
     raw = {"tt_serial": torn, "tt_asic_id": torn, "tt_fw_bundle_ver": version}

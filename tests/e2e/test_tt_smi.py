@@ -1,7 +1,7 @@
 """Which devices `fix` has the real tt-smi reset: one, or none.
 
 tt-smi and tt-umd are PyPI's. They run in a mount namespace of which the simulated node is the
-machine, and what they ask the driver is answered by driver.c, which writes down resets.
+machine, and what they ask the driver is answered by umd_driver.c, which writes down resets.
 """
 
 from __future__ import annotations
