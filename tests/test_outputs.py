@@ -303,6 +303,17 @@ def test_sharing_has_labels() -> None:
     assert values("n150", "count product", gone, sharing=sharing) == ["0", None]
 
 
+@pytest.mark.parametrize(("length", "is_written"), [(57, True), (58, False)])
+def test_a_label_whose_name_is_longer_than_kubernetes_allows_is_left_out(
+    length: int, is_written: bool
+) -> None:
+    """63 characters behind the domain: a resource's own name can have as many."""
+    name = "x" * length
+    sharing = Sharing(resources=(SharedResource("n150", 2, name),))
+
+    assert (f"{name}.count" in labels(N150, sharing=sharing)) is is_written
+
+
 versions = st.text("aZ019._-+/ \nü😀", max_size=90)
 
 
