@@ -66,7 +66,7 @@ class Publisher:
         return done.stderr if done.returncode else ""
 
 
-class Node(Container):
+class AptNode(Container):
     """A system without Debian's repositories, beside a web server that serves `repository`."""
 
     TREE = f"{PACKAGES},curl,unattended-upgrades"

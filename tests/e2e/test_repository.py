@@ -16,7 +16,7 @@ import pytest
 from tests.documents import MANY_NODES, root_commands
 from tests.e2e.conftest import Told
 from tests.e2e.host import CONFIG, NEXT
-from tests.e2e.repository import EXAMPLE, URL, Node, Publisher, of_this_server
+from tests.e2e.repository import EXAMPLE, URL, AptNode, Publisher, of_this_server
 from tests.e2e.steps import UNIT
 
 SUITES = ("bookworm", "trixie")
@@ -31,13 +31,13 @@ RELEASE = "dists/stable/Release"
 
 
 @pytest.fixture(scope="module", params=SUITES)
-def node(request: pytest.FixtureRequest, publisher: Publisher) -> Iterator[Node]:
-    with Node(request.param, publisher) as node:
+def node(request: pytest.FixtureRequest, publisher: Publisher) -> Iterator[AptNode]:
+    with AptNode(request.param, publisher) as node:
         yield node
 
 
 @pytest.fixture
-def genuine(node: Node) -> Iterator[Path]:
+def genuine(node: AptNode) -> Iterator[Path]:
     """The repository, which is restored after a test has changed it."""
     kept = node.repository.with_name("kept")
     shutil.rmtree(kept, ignore_errors=True)
@@ -51,7 +51,7 @@ def genuine(node: Node) -> Iterator[Path]:
 # -- installation and upgrade ----------------------------------------------------------------------
 
 
-def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
+def test_installation_in_four_lines(node: AptNode, publisher: Publisher) -> None:
     """With the key and the sources file; a node fetches only its own index, by hash."""
     output = [node.shell(line) for line in INSTALLATION]
     assert f"Setting up {UNIT}" in output[-1], output[-1]
@@ -63,7 +63,7 @@ def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
 
 
 def test_unattended_upgrades_with_an_edited_configuration(
-    node: Node, publisher: Publisher, told: Told
+    node: AptNode, publisher: Publisher, told: Told
 ) -> None:
     """With the line of many-nodes.md it installs a newer version; without it, it does not.
 
@@ -88,7 +88,7 @@ def test_unattended_upgrades_with_an_edited_configuration(
     told(allowed)
 
 
-def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
+def test_back_to_an_earlier_version(node: AptNode, publisher: Publisher) -> None:
     """By its number: published packages stay."""
     name = f"{UNIT}={publisher.version}"
     node("apt-get", "install", "--yes", "--allow-downgrades", name)
@@ -117,7 +117,7 @@ FORGERIES: dict[Callable[[Path, Publisher], None], str] = {
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 def test_a_forged_repository_is_rejected(
-    node: Node, genuine: Path, publisher: Publisher, forge: Callable[[Path, Publisher], None]
+    node: AptNode, genuine: Path, publisher: Publisher, forge: Callable[[Path, Publisher], None]
 ) -> None:
     """The sources file accepts no other key: apt prints the reason, and uses nothing of it."""
     node.shell("rm -rf /var/lib/apt/lists/*")

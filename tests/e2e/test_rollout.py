@@ -14,7 +14,7 @@ import pytest
 from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e.container import PACKAGES
 from tests.e2e.host import CONFIG, CONFIGURATION
-from tests.e2e.repository import Node, Publisher, of_this_server
+from tests.e2e.repository import AptNode, Publisher, of_this_server
 from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import wait_until
@@ -38,7 +38,7 @@ WantedBy=multi-user.target
 """
 
 
-class ManagedNode(Node):
+class ManagedNode(AptNode):
     """A system with cloud-init and Ansible; cloud-init installs the package at the first boot."""
 
     TREE = f"{PACKAGES},curl,cloud-init,ansible-core,python3-apt,sudo,unattended-upgrades"
@@ -63,7 +63,7 @@ def node(publisher: Publisher) -> Iterator[ManagedNode]:
         yield node
 
 
-def be_without(node: Node) -> None:
+def be_without(node: AptNode) -> None:
     """Remove the package, its repository and the key."""
     node("dpkg", "--purge", UNIT)
     node.shell(f"rm -f /etc/apt/keyrings/{UNIT}* /etc/apt/sources.list.d/{UNIT}*")
