@@ -76,7 +76,8 @@ def system(tmp_path: Path) -> System:
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "first").write_text("# nothing is set\n")
 
-    code = f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(system.config)!r}; sys.exit(ttdp.main())"
+    code = f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(system.config)!r}; "
+    code += "sys.exit(ttdp.main())"
     program = shlex.join([sys.executable, "-c", code])
     # `--version` is there to extract the zipapp, which this program is not packed in.
     program = f'[ "$1" = --version ] || PYTHONPATH={ROOT} exec {program} "$@"'
