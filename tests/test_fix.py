@@ -97,56 +97,35 @@ DAYS = 9 * 86400.0
 END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 60))
 LATER_END = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + DAYS))
 OUT_OF_SERVICE = "the chip is excluded, and no pod holds it"
-ENDS: dict[str, tuple[Situation, str, bool]] = {  # what it says, and whether the chip is well
-    "healthy": (seen(), "nothing needs to be done", True),
-    "out of service": (seen(in_service=False), OUT_OF_SERVICE, True),
-    "out of service, not bound": (seen(None, UNBOUND, in_service=False), OUT_OF_SERVICE, True),
-    "another driver's": (
-        seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")),
-        "virtual machine",
-        False,
-    ),
-    "hot": (seen(Kind.HOT), "only cooling helps", False),
-    "tripped": (
-        seen(Kind.TRIPPED, ends_at=1e9 + 60),
-        f"the fault ends at {END_OF_TRIP} if",
-        False,
-    ),
-    "tripped, for days": (
-        seen(Kind.TRIPPED, ends_at=1e9 + DAYS),
-        f"the fault ends at {LATER_END} if",
-        False,
-    ),
-    "stalled on arm64": (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
-    "gone, but on the bus": (seen(Kind.GONE), "the service has no reading of it yet", False),
+POWER_CYCLE = "what is left: power-cycle the host"
+OF_VFIO = UNBOUND._replace(driver="vfio-pci")
+ENDS: dict[str, tuple[Situation, str]] = {
+    "healthy": (seen(), "nothing needs to be done"),
+    "out of service": (seen(in_service=False), OUT_OF_SERVICE),
+    "out of service, not bound": (seen(None, UNBOUND, in_service=False), OUT_OF_SERVICE),
+    "another driver's": (seen(Kind.NO_DRIVER, OF_VFIO), "virtual machine"),
+    "hot": (seen(Kind.HOT), "only cooling helps"),
+    "tripped": (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if"),
+    "tripped for days": (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"ends at {LATER_END} if"),
+    "stalled on arm64": (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it"),
+    "gone, but on the bus": (seen(Kind.GONE), "the service has no reading of it yet"),
     # No step is taken twice.
-    "stalled, all done": (
-        seen(Kind.STALLED, done=TAKEN),
-        "what is left: power-cycle the host",
-        False,
-    ),
-    "silent, all done": (
-        seen(Kind.SILENT, done=TAKEN),
-        "what is left: power-cycle the host",
-        False,
-    ),
-    "driver not loaded, all done": (
-        seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN),
-        "what is left: install the driver",
-        False,
-    ),
+    "stalled, all done": (seen(Kind.STALLED, done=TAKEN), POWER_CYCLE),
+    "silent, all done": (seen(Kind.SILENT, done=TAKEN), POWER_CYCLE),
+    "not loaded, all done": (seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN), "install the driver"),
 }
+WELL = {"healthy", "out of service", "out of service, not bound"}
 
 
 @pytest.mark.parametrize("state", ENDS)
 def test_where_no_step_helps(state: str) -> None:
     """It says why; a chip without a fault, or out of service, is well."""
-    situation, text, is_well = ENDS[state]
+    situation, text = ENDS[state]
 
     end = ttdp.next_step(situation)
 
     assert isinstance(end, End)
-    assert text in end.text and end.is_well == is_well
+    assert text in end.text and end.is_well == (state in WELL)
 
 
 ADDRESS = "0000:01:00.0"
@@ -423,14 +402,13 @@ async def test_two_faults_are_mended_in_turn(host: FixHost) -> None:
     assert re.findall(r"(?m)^next step: (\w+)", answer.out) == ["make", "reset"]
 
 
-POWER_CYCLE = "power-cycle the host"
 IN_VAIN: dict[str, tuple[Callable[[Chip], None], Kind, list[str], str]] = {
     "a rebind and a reset": (Chip.silence, Kind.SILENT, [*REBIND, RESET], POWER_CYCLE),
     "a driver that cannot be loaded": (
         unload,
         Kind.NO_DRIVER,
         ["modprobe tenstorrent"],
-        "install the driver (tt-kmd) for the running kernel",
+        "what is left: install the driver (tt-kmd) for the running kernel",
     ),
 }
 
@@ -450,7 +428,7 @@ async def test_a_step_without_effect_is_not_taken_again(
     answer = await host.fix(chip, "--yes")
 
     assert (host.controls.calls, answer.status) == (calls, 1)
-    assert answer.out.endswith(f"what is left: {left}\n")
+    assert answer.out.endswith(f"{left}\n")
 
 
 async def test_what_the_kernel_refuses_has_its_reason(host: FixHost) -> None:
@@ -463,7 +441,7 @@ async def test_what_the_kernel_refuses_has_its_reason(host: FixHost) -> None:
 
     assert (host.controls.calls, answer.status) == (REBIND, 1)
     refusal = f"{host.node.root}/sys/bus/pci/drivers/tenstorrent/bind: Device or resource busy\n"
-    assert refusal in answer.out and answer.out.endswith(f"what is left: {POWER_CYCLE}\n")
+    assert refusal in answer.out and answer.out.endswith(f"{POWER_CYCLE}\n")
 
 
 async def test_a_reset_that_ends_by_itself_is_waited_for(host: FixHost) -> None:
