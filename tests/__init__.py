@@ -86,3 +86,8 @@ To add a card: its subsystem ID goes into CARDS of ttdp.py and of world/cards.py
 MEMORY of ttdp.py; then `pytest tests/test_inventory.py tests/world/test_node.py`. If a capture of
 the real driver exists, put it into world/data/captures.json: test_node replays each of them.
 """
+
+import os
+
+# Read when grpc is imported: its core would write to stderr, between the lines of a run.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

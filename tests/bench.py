@@ -9,17 +9,13 @@ devices; the reference kubelets, one for each, run in this process.
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib
 import inspect
 import itertools
 import json
+import os
 import platform
 import random
 import statistics

@@ -7,11 +7,6 @@ are two stories: single cards, from the first list to reboots; and whole boards 
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib

@@ -10,11 +10,6 @@ first one after a warm-up, and at most GROWTH more memory.
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib
