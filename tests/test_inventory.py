@@ -639,6 +639,22 @@ def test_a_card_that_returns_keeps_its_identity_until_it_reports_one(
     assert inventory.chips[chip.bdf].identity == other
 
 
+def test_a_chip_that_had_no_device_file_before_it_vanished_returns_without_a_fault(
+    chip: Chip,
+) -> None:
+    """Only one that could be used before has to be read before it is healthy again."""
+    inventory = Inventory({})
+    chip.unbind()
+    inventory.scan(settings(chip.node))
+    chip.vanish()
+    inventory.scan(settings(chip.node))
+
+    chip.come_back()
+    inventory.scan(settings(chip.node))
+
+    assert kind_of(inventory.chips[chip.bdf]) is None
+
+
 @pytest.mark.parametrize("late", ["vendor", "device", "subsystem_device"])
 def test_a_function_whose_attributes_are_not_there_yet_is_looked_at_again(
     chip: Chip, late: str
