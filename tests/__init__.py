@@ -20,7 +20,11 @@ Layout, by chapter of ttdp.py:
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_outputs
-    DECISION, REPORTS                 each of the above and below
+    DECISION                          each of the above and below
+    REPORTS: log                      test_health, test_resources, test_exclude
+      labels                          test_outputs
+      metrics                         test_metrics
+      status, view                    test_list
     THREADS                           test_readers
     FILES                             test_files
     SYSTEMD                           test_systemd
@@ -56,6 +60,7 @@ Helpers:
 
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
+    documents.py       README and its like: their examples, which tests run
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards
     world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks
@@ -81,3 +86,8 @@ To add a card: its subsystem ID goes into CARDS of ttdp.py and of world/cards.py
 MEMORY of ttdp.py; then `pytest tests/test_inventory.py tests/world/test_node.py`. If a capture of
 the real driver exists, put it into world/data/captures.json: test_node replays each of them.
 """
+
+import os
+
+# Read when grpc is imported: its core would write to stderr, between the lines of a run.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -9,17 +9,13 @@ devices; the reference kubelets, one for each, run in this process.
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib
 import inspect
 import itertools
 import json
+import os
 import platform
 import random
 import statistics
@@ -372,7 +368,7 @@ async def restart(kubelet: Kubelet, pause: float) -> list[float]:
     await kubelet.start()
     appeared = kubelet.find("started")[-1].at
 
-    await kubelet.registered(RESOURCE, 15)
+    await kubelet.registered(RESOURCE)
     kinds = ("register", "registered", "list")
     return [kubelet.find(kind, RESOURCE, appeared)[0].at - appeared for kind in kinds]
 
@@ -545,7 +541,7 @@ async def to_the_end(bench: Bench) -> list[Row]:
         for _ in range(3 if bench.quick else 10):
             async with bench.daemon() as daemon:
                 await daemon.ready()
-                await kubelet.registered(RESOURCE, 15)
+                await kubelet.registered(RESOURCE)
                 times.append((await daemon.stop())[1])
     return [timed("SIGTERM until the end", times).within(1000, "most")]
 

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
-from tests.conftest import StartDaemon
 from tests.world import simulation
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, ROOT, environment, finished, outlet_flags, until
-from tests.world.simulation import RunningDaemon
+from tests.world.simulation import RunningDaemon, StartDaemon
 
 PROGRAM = [sys.executable, str(ROOT / "ttdp.py")]
 
@@ -136,17 +135,18 @@ class Host:
         return Answer(ended.returncode, ended.stdout, ended.stderr)
 
 
+@dataclass(kw_only=True)
 class Served(Host):
     """A host with a kubelet and, after serve(), a daemon."""
 
     kubelet: Kubelet
     start: StartDaemon
-    daemon: RunningDaemon
+    daemon: RunningDaemon = field(init=False)
 
     async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
         """Start the daemon, and wait until it is ready and has registered this resource."""
         self.daemon = await self.start(runtime_dir=str(self.root), **settings)
-        await until(lambda: self.daemon.notified("READY=1"))
+        await self.daemon.ready()
         if resource:
             await self.kubelet.registered(resource)
         return self.daemon
@@ -281,7 +281,7 @@ def _be_on_terminal(
 def host_with(root: Path, *cards: str, driver: str = "2.10.1-pre") -> Iterator[Host]:
     """Give a host with these cards behind an IOMMU, and a kubelet: nothing is wrong with it."""
     (root / "node").mkdir()
-    node = SimulatedNode(root / "node", driver=driver, nodes="link")
+    node = SimulatedNode(root / "node", driver=driver)
     for card in cards:
         for chip in node.add(card):
             node.set_iommu(chip.bdf)

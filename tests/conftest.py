@@ -1,11 +1,12 @@
-"""Fixtures: a simulated node, a directory for plugins, a reference kubelet, the daemon."""
+"""Fixtures: a simulated node, a reference kubelet, the daemon, and a host for commands."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import shutil
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2_grpc as rpc
+from tests.commands import Served
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import until, workspace
+from tests.world.processes import finished, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
+from tests.world.simulation import StartDaemon as StartDaemon
 
-StartDaemon = Callable[..., Any]
 WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
 
 
@@ -50,8 +52,8 @@ async def turns(daemon: RunningDaemon, number: int = 5) -> None:
 async def polls(daemon: RunningDaemon, number: int = 5) -> None:
     """Wait for polls, at each of which the daemon looks at chips and pods' cgroups."""
     for _ in range(number):
-        last = daemon.daemon.host.polled_at
-        await until(lambda: daemon.daemon.host.polled_at > last)  # noqa: B023
+        last = daemon.host.polled_at
+        await until(lambda: daemon.host.polled_at > last)  # noqa: B023
 
 
 @contextlib.contextmanager
@@ -60,6 +62,19 @@ def half_a_minute_later() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
         yield
+
+
+def unshared(*namespaces: str) -> list[str]:
+    """Return a command that runs another in namespaces of its own; without the right to, skip.
+
+    namespaces: options of unshare, such as "--net". Outside of root's sessions, a user namespace
+    gives the right to them.
+    """
+    for options in ([], ["--user", "--map-root-user"]):
+        command = ["unshare", *options, *namespaces]
+        if shutil.which("unshare") and finished([*command, "true"]).returncode == 0:
+            return command
+    pytest.skip(f"neither root nor allowed to make a user namespace, for unshare {namespaces[0]}")
 
 
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
@@ -115,3 +130,10 @@ async def start(node: SimulatedNode, directory: Path) -> AsyncIterator[StartDaem
             )
 
         yield start_daemon
+
+
+@pytest.fixture
+def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
+    """Return the host of the kubelet and, after serve(), of a daemon: for commands that ask it."""
+    environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
+    return Served(short_tmp, node, environ, kubelet=kubelet, start=start)

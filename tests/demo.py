@@ -7,11 +7,6 @@ are two stories: single cards, from the first list to reboots; and whole boards 
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib
@@ -170,7 +165,7 @@ class Story:
         await self.kubelet.start()
         appeared = self.kubelet.find("started")[-1].at
         for resource in resources:
-            await self.kubelet.registered(resource, STEP)
+            await self.kubelet.registered(resource)
 
         lists = [self.kubelet.find("list", resource, appeared)[0].at for resource in resources]
         return max(lists, default=appeared) - appeared

@@ -10,17 +10,13 @@ first one after a warm-up, and at most GROWTH more memory.
 
 from __future__ import annotations
 
-import os
-
-# Read when grpc is imported: its core writes to stderr otherwise.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import argparse
 import asyncio
 import contextlib
 import functools
 import random
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -186,9 +182,12 @@ class Soak:
         await self.daemon.note("READY=1")
 
     async def hang(self) -> None:
-        """Let a kubelet start that accepts connections and never answers."""
-        await self.kubelet.restart(deaf=True)
-        await asyncio.sleep(0.1)
+        """Have a kubelet's socket on which connections are accepted and nothing is answered."""
+        await self.kubelet.stop()
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(self.kubelet.socket))
+            silent.listen()
+            await asyncio.sleep(0.1)
 
     async def renumber(self) -> None:
         first, second = self._random.sample([chip.bdf for chip in self.node.chips], 2)

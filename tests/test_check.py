@@ -20,10 +20,7 @@ import pytest
 import ttdp
 from generated import deviceplugin_pb2 as pb
 from tests.commands import Host, Served, forked, host_with
-from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
-from tests.world.node import SimulatedNode
 from tests.world.processes import environment, until
 from tests.world.simulation import kernel_errors, settings_of
 from tests.world.tree import put
@@ -146,41 +143,53 @@ def test_failures_come_first_in_what_others_cut(host: Host) -> None:
     assert every[0] == NOT_RUNNING and every[1][0] == "warn" and sorted(every) == sorted(lines)
 
 
-@pytest.mark.parametrize("width", [None, *range(40, 111)])
-def test_each_command_is_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
-) -> None:
-    """On a terminal on its own, below lines that fit; in a pipe at the end of its only line."""
-    monkeypatch.setattr(ttdp, "terminal_width", lambda: width)
-    problem = "n150: chip does not respond (registers read as ones), and this is long"
-    command = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
-    findings = [ttdp.Finding("FAIL", FIRST, problem, command), ttdp.Finding("warn", "chips", "no")]
+PROBLEM = "n150: chip does not respond (registers read as ones), and this is long"
+COMMAND = f"tt-device-plugin fix {FIRST} --and-more-than-fits-into-a-line"
 
+
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
+) -> list[str]:
+    """The lines of two findings, of which the first has a command; width: of the terminal."""
+    monkeypatch.setattr(ttdp, "terminal_width", lambda: width)
+    findings = [ttdp.Finding("FAIL", FIRST, PROBLEM, COMMAND), ttdp.Finding("warn", "chips", "no")]
     ttdp.print_findings(findings, is_quiet=False)
 
-    *lines, shown, last = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert last == "warn  chips         no"
-    if width is None:
-        assert (lines, shown) == ([], f"FAIL  {FIRST}  {problem}; run: {command}")
-    else:
-        assert shown.strip() == command and lines[-1].endswith("run:")
+    return lines
+
+
+def test_on_a_terminal_a_command_is_a_line_of_its_own_below_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the width, it is never broken, so that it can be pasted."""
+    for width in range(40, 111):
+        *lines, shown = printed(monkeypatch, capsys, width)
+
+        assert shown.strip() == COMMAND and lines[-1].endswith("run:")
         assert max(map(len, lines)) <= width
+
+
+def test_in_a_pipe_a_command_ends_the_only_line_of_its_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that `grep` gets all of it."""
+    assert printed(monkeypatch, capsys, None) == [f"FAIL  {FIRST}  {PROBLEM}; run: {COMMAND}"]
 
 
 # -- the service -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
-    """The host of a kubelet and, when it is started, a daemon."""
-    node.set_iommu(node.add("n150")[0].bdf)
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
+def served(served: Served) -> Served:
+    """With an n150 behind an IOMMU."""
+    add(served, "n150")
     return served
 
 
 async def test_a_resource_that_is_not_registered_fails_while_a_kubelet_runs(served: Served) -> None:
-    """With the kubelet's reason."""
+    """The line has the reason that the kubelet gave."""
     served.kubelet.refuse_with(ttdp.Status.UNKNOWN, "not welcome", times=99)
     daemon = await served.serve()
     await until(lambda: "not welcome" in str(daemon.notes))
@@ -198,8 +207,8 @@ async def test_a_rejected_configuration_on_disk_fails(served: Served) -> None:
         raise ttdp.ConfigError("/etc/x: unit: 'boards' is not valid; must be chip or board")
 
     daemon.loaded = load
-    daemon.daemon.reload()
-    await until(lambda: daemon.daemon.host.rejected)
+    daemon.reload()
+    await until(lambda: daemon.host.rejected)
 
     level, subject, text = (await served.ask("check")).findings[1]
     assert (level, subject) == ("FAIL", "service")
@@ -340,19 +349,25 @@ def test_what_is_wrong_is_one_line_with_its_remedy(host: Host, line: str) -> Non
     assert f"{level} {subject}: {text}".startswith(line.format(host=host))
 
 
-SOUND: list[Callable[[Host], object]] = [
-    lambda host: first(host).remove("tt_fw_bundle_ver"),  # firmware that reports fewer values
-    lambda host: first(host).remove("temp1_input"),
-    lambda host: first(host).write("current_link_speed", b"2.5 GT/s PCIe\n"),  # it drops at rest
-    lambda host: [add(host, "p300c", serial="0000046131842007") for _ in range(2)],
-    lambda host: host.configure("[sharing]", f'lock_dir = "{host.root}/locks"'),
-]
+SOUND: dict[str, Callable[[Host], object]] = {
+    "firmware without a version": lambda host: first(host).remove("tt_fw_bundle_ver"),
+    "firmware without a temperature": lambda host: first(host).remove("temp1_input"),
+    "a link that is slow at rest": (
+        lambda host: first(host).write("current_link_speed", b"2.5 GT/s PCIe\n")
+    ),
+    "two boards with one serial": (
+        lambda host: [add(host, "p300c", serial="0000046131842007") for _ in range(2)]
+    ),
+    "no lock directory, as nothing is shared": (
+        lambda host: host.configure("[sharing]", f'lock_dir = "{host.root}/locks"')
+    ),
+}
 
 
-@pytest.mark.parametrize("change", SOUND)
-def test_what_is_sound_is_no_complaint(host: Host, change: Callable[[Host], object]) -> None:
+@pytest.mark.parametrize("what", SOUND)
+def test_what_is_sound_is_no_complaint(host: Host, what: str) -> None:
     """Nobody is to look for what is not wrong."""
-    change(host)
+    SOUND[what](host)
     assert complaints(host) == []
 
 
@@ -648,7 +663,7 @@ async def test_a_directory_that_cannot_be_made_fails(served: Served) -> None:
     own = served.node.root / "dev/hugepages-1G" / OWN_DIRECTORY
     shutil.rmtree(own)
     own.touch()
-    await until(lambda: daemon.daemon.host.problems)
+    await until(lambda: daemon.host.problems)
 
     text = f"directory for containers cannot be used: {own}: Not a directory"
     assert ("FAIL", "directories", text) in (await served.ask("check")).complaints
@@ -698,7 +713,7 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
 
     monkeypatch.setattr(ttdp, "_remove_entry", busy)
     daemon = await served.serve(N150, interval=0.1)
-    await until(lambda: daemon.daemon.host.directories.resisting)
+    await until(lambda: daemon.host.directories.resisting)
 
     answer = await served.ask("check")
 
@@ -743,7 +758,7 @@ async def test_a_metrics_file_is_old_after_two_minutes(
 async def test_files_that_cannot_be_written_fail(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the reason, at once."""
+    """`check` has the reason as soon as the log has it."""
     labels = served.root / "features.d/tt-device-plugin"
     metrics = served.root / "metrics/tt-device-plugin.prom"
     for path in (labels, metrics):

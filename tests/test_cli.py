@@ -84,7 +84,7 @@ def test_the_help_of_a_command_has_its_options_and_an_example(parse: Parse, name
 
 @pytest.mark.parametrize("name", ttdp.COMMANDS)
 def test_the_example_of_a_command_works(name: str) -> None:
-    """It can be pasted."""
+    """What --help shows can be pasted: it is of that command, and valid."""
     program, *words = ttdp.COMMANDS[name].example.split()
     assert program == "tt-device-plugin" and ttdp.parse_command_line(words)[0] == name
 

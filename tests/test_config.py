@@ -521,28 +521,40 @@ def test_a_configuration_that_contradicts_itself_is_reported(content: str, line:
     assert rejection(content).startswith(f"FILE: {line}")
 
 
+VALID_LINES = [
+    f"{key} = {toml(value)}" for key, (_, value, *_) in SAMPLES.items() if not KEYS[key].is_switch
+]
+VALID_TABLES = [
+    "[health]\ninterval = 7.5\ntemperature_limit = 'card'",
+    "[health]\nheartbeat_misses = 3\ntrip_holdoff = 0",
+    "[sharing]\nrename_by_default = true\nlock_dir = ''",
+    SHARED,
+    f"{SHARED.replace('n300', 'p300')}rename = 'half'\ndevices = ['0000:01:00.0', 3]",
+    "[[mounts]]\nhost = '/x'\nread_only = true",
+    "[[mounts]]\nhost = '/y'\ncontainer = '/z'",
+]
+
 # Not all of Unicode: hypothesis takes seconds to prepare it.
 any_text = st.text("ab09٣/.-_=#[]{}\"'\\ \t\r\n\x00\x1b\x7f\x85é\u2028\ufeff😀", max_size=40)
-scalars = any_text | st.booleans() | st.integers() | st.floats()
-keys = st.sampled_from([*SAMPLES, *HEALTH_KEYS.split(", "), "host", "a b", "two\nlines"])
-samples = [f"{key} = {toml(value)}" for key, (_, value, *_) in SAMPLES.items() if value != "true"]
-paths = any_text.map(lambda text: toml(f"/x{text}"))
-sections = st.one_of(
-    st.sampled_from(["[health]", "[[health]]", "[sharing]", SHARED]),
-    st.builds("[health]\n{} = {}".format, st.sampled_from(HEALTH_KEYS.split(", ")), scalars),
-    st.builds("[[mounts]]\nhost = {}\nread_only = true".format, paths),
-    st.builds("[sharing]\nlock_dir = {}".format, paths),
+any_key = st.sampled_from([*SAMPLES, *HEALTH_KEYS.split(", "), "host", "a b", "two\nlines"])
+any_value = any_text | st.booleans() | st.integers() | st.floats()
+any_line = any_text | st.builds(
+    lambda key, value: f"{toml(key)} = {toml(value)}", any_key, any_value
 )
-lines = st.builds(lambda key, value: f"{toml(key)} = {toml(value)}", keys, scalars) | any_text
-texts = st.tuples(
-    st.lists(st.sampled_from(samples), unique=True, max_size=4),
-    st.lists(sections, unique=True, max_size=3),
-    st.lists(lines, max_size=1),
-).map(lambda parts: "\n".join(itertools.chain(*parts)).encode("utf-8", "replace"))
+
+
+@st.composite
+def files(draw: st.DrawFn) -> bytes:
+    """Valid lines and tables, and in some files one line of anything."""
+    parts = draw(st.lists(st.sampled_from(VALID_LINES), unique=True, max_size=4))
+    parts += draw(st.lists(st.sampled_from(VALID_TABLES), unique=True, max_size=3))
+    if draw(st.booleans()):
+        parts.insert(draw(st.integers(0, len(parts))), draw(any_line))
+    return "\n".join(parts).encode("utf-8", "replace")
 
 
 @hypothesis_settings(deadline=None, max_examples=150)
-@given(texts | st.binary(max_size=60))
+@given(files() | st.binary(max_size=60))
 def test_any_file_gives_settings_or_one_line(content: bytes) -> None:
     """Settings survive being written and read again."""
     try:

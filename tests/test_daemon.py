@@ -23,10 +23,6 @@ from tests.world.simulation import STALLS, RunningDaemon, settings_of
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 
 
-async def ready(daemon: RunningDaemon) -> None:
-    await until(lambda: daemon.notified("READY=1"))
-
-
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "ERROR"]
 
@@ -36,7 +32,7 @@ async def test_hot_plug_reaches_the_kubelet_by_events(
 ) -> None:
     """Polls are an hour apart. The first card of a node becomes a resource, too."""
     daemon = await start(interval=3600)
-    await ready(daemon)
+    await daemon.ready()
     assert daemon.notified("STATUS=no Tenstorrent device on this node; waiting for one")
     assert not kubelet.find("register")
 
@@ -78,7 +74,7 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     assert not [note for note in daemon.notes if note.startswith(("READY", "RELOADING"))]
 
     second.bind()
-    await ready(daemon)
+    await daemon.ready()
     assert daemon.notified(f"STATUS=2 × {N150}, 2 healthy; 1 × {P150A}, 1 healthy")
 
 
@@ -87,11 +83,11 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """One line names the card; it is found all the same when it comes."""
-    monkeypatch.setattr("ttdp.BIND_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 0.3)
     (chip,) = node.add("n150")
     chip.unbind()
     daemon = await start(interval=3600)
-    await ready(daemon)
+    await daemon.ready()
 
     assert sum(chip.bdf in line for line in caplog.messages) == 1
 
@@ -114,13 +110,14 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Nor for one that it shall not have."""
-    monkeypatch.setattr("ttdp.BIND_TIMEOUT", 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 4 * PATIENCE)
     (card,) = node.add("n150")
     card.unbind()
     CANNOT_BE_BOUND[why](node, card)
     excluded = (card.bdf,) if why == "it is out of service" else ()
 
-    await ready(await start(interval=3600, exclude=excluded))
+    daemon = await start(interval=3600, exclude=excluded)
+    await daemon.ready()
 
 
 @pytest.mark.parametrize(
@@ -153,10 +150,10 @@ async def test_the_watchdog_is_fed_in_half_its_time_whatever_the_interval_of_pol
     node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An administrator can set a shorter one."""
-    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     node.add("n150")
     daemon = await start({"WATCHDOG_USEC": "400000"}, interval=3600)
-    await ready(daemon)
+    await daemon.ready()
 
     await turns(daemon, 3)
 
@@ -165,7 +162,7 @@ async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, start: StartD
     """Polls bring WATCHDOG=1 only if systemd has set its time."""
     node.add("n150")
     daemon = await start(interval=0.05)
-    await ready(daemon)
+    await daemon.ready()
 
     await polls(daemon)
 
@@ -178,7 +175,7 @@ async def test_the_loop_has_pauses_while_a_container_starts(
     """It looks at pods ten times a second then, beside its polls."""
     node.add("n150")
     daemon = await start(WATCHDOG)
-    await ready(daemon)
+    await daemon.ready()
 
     with daemon.daemon.host.looking_often():
         daemon.forget_notes()
@@ -195,11 +192,11 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
 
     These looks are no polls: two within the 0.1 s that a heartbeat takes would show a stall.
     """
-    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
     (chip,) = node.add("n150")
     daemon = await start(interval=3600, environ=WATCHDOG)
     await kubelet.registered(N150)
-    polled_at = daemon.daemon.host.polled_at
+    polled_at = daemon.host.polled_at
     failed: list[float] = []
 
     def fail(*_: object, **__: object) -> None:
@@ -207,7 +204,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
         no_descriptors()
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttdp.scan", fail)
+        patch.setattr(ttdp, "scan", fail)
         chip.vanish()
         await until(lambda: failed)
         daemon.forget_notes()
@@ -216,7 +213,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
 
     assert len(failed) <= 3 + (failed[-1] - failed[0]) / 0.05  # and one for each event
-    assert daemon.notified("WATCHDOG=1") and daemon.daemon.host.polled_at == polled_at
+    assert daemon.notified("WATCHDOG=1") and daemon.host.polled_at == polled_at
     lines = [line for line in caplog.messages if "the node's state" in line]
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
@@ -226,7 +223,7 @@ async def test_the_next_turn_does_what_a_failed_one_has_not_done(
     caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The list, the log and the files for others have a change, though the first turn failed."""
-    monkeypatch.setattr("ttdp.RETRY_TICK", 0.05)
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
     (chip,) = node.add("n150")
     daemon = await start(interval=3600, cdi_dir=str(tmp_path))
     await kubelet.registered(N150)
@@ -267,36 +264,36 @@ async def test_reads_without_descriptors_are_repeated_until_they_succeed(
 
 
 @pytest.mark.parametrize("at_start", [True, False])
-async def test_every_output_says_that_the_last_state_is_old(
-    short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, at_start: bool
-) -> None:
+async def test_every_output_says_that_the_last_state_is_old(served: Served, at_start: bool) -> None:
     """Neither an empty node nor healthy chips, until it can be read again."""
-    (chip,) = node.add("n150")
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
+    (chip,) = served.node.add("n150")
     if at_start:
         chip.fail("numa_node")
-        daemon = await start(runtime_dir=str(short_tmp), interval=0.1)
+        daemon = await served.start(runtime_dir=str(served.root), interval=0.1)
     else:
         daemon = await served.serve(N150, interval=0.1)
         chip.fail("numa_node")
+
     text = "cannot read the node's state; keeping the last one: "
-    await until(lambda: text in str([note for note in daemon.notes if "STATUS=" in note][-1:]))
+    await until(lambda: text in daemon.status)
 
     listed = await served.ask("list")
     assert listed.err.startswith(text) and listed.status == 1
     assert "no Tenstorrent device" not in listed.out
+
     checked = await served.ask("check")
     assert [found[:2] for found in checked.findings if text in found[2]] == [("FAIL", "node")]
     assert checked.status == 1 and "none found" not in checked.out
-    assert await daemon.daemon._reporter.metrics.get() is None
+
+    assert await daemon.metrics() is None
 
     chip.restore("numa_node")
-    await kubelet.registered(N150)
-    await until(lambda: not daemon.daemon.host.problems)
-    await until(lambda: text not in [note for note in daemon.notes if "STATUS=" in note][-1])
+    await served.kubelet.registered(N150)
+    await until(lambda: not daemon.host.problems)
+    await until(lambda: text not in daemon.status)
+
     assert (await served.ask("list")).status == 0
-    assert await daemon.daemon._reporter.metrics.get()
+    assert await daemon.metrics()
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------
@@ -332,7 +329,7 @@ async def test_it_is_ready_and_waits_for_the_kubelets_own_directory(
         own.symlink_to(target)
 
     async with RunningDaemon(node, settings_of(node, plugins, interval=0.05)) as daemon:
-        await ready(daemon)
+        await daemon.ready()
         assert any(f"no kubelet is installed ({own} {why})" in note for note in daemon.notes)
         assert not own.exists()
 
@@ -361,7 +358,7 @@ async def test_a_directory_that_becomes_a_file_ends_the_daemon(
 ) -> None:
     """In the same way: a new mount namespace may see the directory."""
     daemon = await start()
-    await ready(daemon)
+    await daemon.ready()
 
     directory.rename(directory.with_name("gone"))
     directory.write_text("")
@@ -377,7 +374,7 @@ async def test_a_new_directory_takes_a_restart(
     """One line reports it; every other key takes effect, and the sockets stay where they are."""
     node.add("n150")
     daemon = await start()
-    await ready(daemon)
+    await daemon.ready()
     elsewhere = short_tmp / "elsewhere"
 
     daemon.reload(device_plugin_dir=str(elsewhere), resource_naming="arch")
@@ -452,7 +449,7 @@ async def test_a_reload_ends_even_if_the_turn_fails(
 ) -> None:
     """systemd waits for READY=1 after RELOADING=1."""
     daemon = await start()
-    await until(lambda: daemon.notified("READY"))
+    await daemon.ready()
     daemon.forget_notes()
 
     def fail(*_: object) -> None:
@@ -461,7 +458,7 @@ async def test_a_reload_ends_even_if_the_turn_fails(
     monkeypatch.setattr(ttdp, "decide", fail)
     daemon.reload(resource_naming="arch")
 
-    await until(lambda: daemon.notified("READY"))
+    await daemon.ready()
 
 
 async def stop_after_a_pod_has_started(
@@ -472,7 +469,7 @@ async def stop_after_a_pod_has_started(
     daemon = await start(state_dir=state_dir)
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
-    await until(lambda: daemon.daemon.host.holds.current(time.monotonic())[0].pod)
+    await until(lambda: daemon.host.holds.current(time.monotonic())[0].pod)
     await daemon.stop()
 
 
@@ -485,7 +482,8 @@ async def test_a_start_logs_no_recovery_of_chips_that_were_well(
     caplog.clear()
     caplog.set_level("INFO")
 
-    await ready(await start(state_dir=str(tmp_path)))
+    daemon = await start(state_dir=str(tmp_path))
+    await daemon.ready()
 
     assert "/dev/tenstorrent/0" in caplog.text and "healthy again" not in caplog.text
 

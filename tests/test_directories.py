@@ -80,27 +80,16 @@ def around(node: SimulatedNode, hugetlbfs: str = HUGETLBFS[0]) -> Path:
     return node.root / "dev" / hugetlbfs / ttdp.OWN_DIRECTORY
 
 
-def mounts(kubelet: Kubelet, pod: str, container: str = "main") -> dict[str, Path]:
-    """The host paths of a container's mounts, by their path in the container."""
-    found = kubelet.allocation(pod, container).mounts
+def mounts(kubelet: Kubelet, pod: str) -> dict[str, Path]:
+    """The host paths of a pod's mounts, by their path in the container."""
+    found = kubelet.allocation(pod, "main").mounts
     return {mount.container_path: Path(mount.host_path) for mount in found}
 
 
-def pages_of(kubelet: Kubelet, pod: str, container: str = "main") -> Path:
-    return mounts(kubelet, pod, container)["/dev/hugepages-1G"]
-
-
-def status(daemon: RunningDaemon) -> str:
-    """What systemd shows."""
-    return [note for note in daemon.notes if note.startswith("STATUS=")][-1]
-
-
-async def run(kubelet: Kubelet, pod: str, resource: str = N150, **options: Any) -> Path:
+async def run(kubelet: Kubelet, pod: str) -> Path:
     """Run a pod; return its directory of 1 GiB pages."""
-    await kubelet.registered(resource)
-    await kubelet.admit(pod, "main", {resource: 1}, **options)
-    await kubelet.running(pod, "main")
-    return pages_of(kubelet, pod)
+    await kubelet.run_pod(pod, N150)
+    return mounts(kubelet, pod)["/dev/hugepages-1G"]
 
 
 def leave_pages(directory: Path) -> None:
@@ -218,7 +207,7 @@ async def test_the_directory_of_a_shared_devices_last_user_is_not_given_again(
     daemon = await start(interval=3600, sharing=SHARED)
     former = await run(kubelet, "one")
     leave_pages(former)
-    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+    await until(lambda: not daemon.host.holds.is_awaiting_containers)
 
     kubelet.delete("one")
     await until(lambda: not [*node.root.glob("sys/fs/cgroup/**/pod*")])
@@ -256,8 +245,9 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     daemon = await start()
     own = await run(kubelet, "train")
 
+    daemon.forget_notes()
     daemon.reload(hugepages="none")
-    await until(lambda: daemon.notes.count("READY=1") == 2)
+    await daemon.ready()
     assert mode_of(own) == 0o777
 
     # hugetlbfs is empty after a boot. The kubelet starts when the daemon is ready.
@@ -269,7 +259,7 @@ async def test_after_a_reboot_a_pods_directory_is_there_before_the_kubelet_start
     booted = RunningDaemon(node, settings_of(node, directory, hugepages="none"))
     booted.notes = witness = Witness(own)
     async with booted:
-        await until(lambda: booted.notified("READY=1"))
+        await booted.ready()
         assert witness.mode == 0o777
         await kubelet.start()
         await kubelet.running("train", "main")
@@ -305,7 +295,7 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
 
     own.rmdir()
     own.symlink_to("/")
-    await until(lambda: "directory for containers cannot be used" in status(daemon))
+    await until(lambda: "directory for containers cannot be used" in daemon.status)
 
     await polls(daemon)
     assert "cannot read" not in caplog.text and "internal error" not in caplog.text
@@ -314,7 +304,7 @@ async def test_a_directory_that_cannot_be_put_right_stops_nothing_else(
     await kubelet.wait_for(lambda: not kubelet.healthy(N150))
 
     own.unlink()
-    await until(lambda: "directory for containers" not in status(daemon))
+    await until(lambda: "directory for containers" not in daemon.status)
     assert mode_of(own) == 0o777
 
 
@@ -478,12 +468,13 @@ def test_a_named_directory_that_cannot_be_looked_at_keeps_no_other_from_being_re
 
 def test_nothing_is_made_elsewhere(tmp_path: Path, directories: Directories, parent: Path) -> None:
     """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
-    elsewhere = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
+    of_another_root = tmp_path / "hugepages" / ttdp.OWN_DIRECTORY
+    of_another_root.parent.mkdir()
     shutil.rmtree(parent.parent)
 
-    for path in (parent, elsewhere):
+    for path in (parent, of_another_root):
         directories.put_right(named(path / "x"))
-        assert not path.parent.exists()
+        assert not path.exists()
 
 
 def test_a_wrong_mode_is_put_right(directories: Directories, parent: Path) -> None:
@@ -573,6 +564,7 @@ def test_a_tree_is_removed_however_deep_it_is(
     """A container can make more levels than there are descriptors, or bytes in a path."""
     depth = 2000
     (parent / "x").mkdir()
+
     directory = os.open(parent / "x", os.O_RDONLY)
     for _ in range(depth):
         os.mkdir("deeper", dir_fd=directory)
@@ -824,6 +816,7 @@ async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible
     monkeypatch.setattr(ttdp, "MISSING_FOR", 30)
     own, former = world.directory("x"), world.directory("former")
     train = entry(directory=own)
+
     world.answer(train)
     world.write(train)
     world.make_cgroup()
@@ -850,11 +843,13 @@ async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which
     caplog.set_level("INFO")
     mine = entry(directory=world.directory("mine"))
     rival = entry(pod="rival", resource=f"{N150}a", directory=world.directory("rival"))
+
     for each in (mine, rival):
         world.answer(each)
     world.write(mine, rival)
     for each in (mine, rival):
         world.make_cgroup(each.uid, "pause")
+
     free_pages = ttdp.Allocator._free_pages
 
     async def be_late(*arguments: Any) -> None:
@@ -868,6 +863,7 @@ async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which
     start = asyncio.create_task(world.wait_until_free(mine))
     await until(lambda: "container start waits" in caplog.text)
 
+    # The rival runs, and ends.
     world.make_cgroup("rival", "pause", "main")
     world.look()
     world.make_cgroup("rival")

@@ -17,11 +17,17 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import no_descriptors
+from tests.conftest import no_descriptors, unshared
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import PATIENCE, finished
 from tests.world.simulation import SimulatedUevents
+
+
+async def take_all() -> None:
+    """Let the loop read what has arrived: the kernel has delivered it when the sender goes on."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
@@ -34,8 +40,7 @@ async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
     uevents.open()
 
     kernel.send(message)
-    kernel.send(b"last")
-    await asyncio.sleep(0.01)
+    await take_all()
 
     uevents.close()
     kernel.close()
@@ -74,15 +79,8 @@ async def test_other_messages_do_not(monkeypatch: pytest.MonkeyPatch, message: b
 
 def alone(function: Callable[[], object]) -> bool:
     """Return the result of a function of this module in its own network namespace."""
-    unshare = ["unshare", "--net"]
-    if os.geteuid() != 0:
-        unshare = ["unshare", "--user", "--map-root-user", "--net"]
-
-    if (tried := finished([*unshare, "true"])).returncode:
-        pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
-
     call = f"from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
-    ended = finished([*unshare, sys.executable, "-c", f"import json; {call}"])
+    ended = finished([*unshared("--net"), sys.executable, "-c", f"import json; {call}"])
     assert ended.returncode == 0, ended.stderr
     return bool(json.loads(ended.stdout))
 
@@ -107,8 +105,7 @@ def has_events(send: Callable[[socket.socket], object]) -> bool:
 
         uevents.open()
         while select.select([kernel], [], [], 0)[0]:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+            await take_all()
 
         uevents.close()
         return bool(events)
@@ -211,7 +208,7 @@ async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path
         for name in ("tt-n150.1-2.sock", ".543210"):
             (tmp_path / name).touch()
 
-        await asyncio.sleep(0.01)
+        await take_all()
         assert not found.woken.is_set()
 
         (tmp_path / "other.sock").touch()

@@ -33,8 +33,8 @@ N150 = "tenstorrent.com/n150"
 
 
 @pytest.fixture
-def unread(directory: Path) -> dict[str, Path]:
-    """The files for others, by the key of their setting; their directories do not exist."""
+def paths(directory: Path) -> dict[str, Path]:
+    """The paths of files for others, by the key of their setting; no directory exists."""
     found = {key: Path(path) for key, path in outlets(directory.parent).items()}
     del found["pod_resources_socket"]
     found["cdi_dir"] /= ttdp.CDI_FILE
@@ -43,11 +43,11 @@ def unread(directory: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def places(unread: dict[str, Path]) -> dict[str, Path]:
-    """The files for others, by the key of their setting; their directories exist."""
-    for path in unread.values():
+def places(paths: dict[str, Path]) -> dict[str, Path]:
+    """The same, and their directories exist."""
+    for path in paths.values():
         path.parent.mkdir()
-    return unread
+    return paths
 
 
 def described(file: Path) -> dict[str, str]:
@@ -91,7 +91,7 @@ async def test_the_files_follow_the_chips_and_outlive_the_daemon(
     assert described(cdi) == device_files(node) and not daemon.notified("READY=1")
 
     third.vanish()
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
 
     node.swap_ordinals(first.bdf, second.bdf)
     await until(lambda: described(cdi) == device_files(node))
@@ -112,30 +112,30 @@ async def test_the_files_follow_the_chips_and_outlive_the_daemon(
 
 
 async def test_a_file_appears_with_its_directory_and_is_written_again(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, unread: dict[str, Path],
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, paths: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Within 5 s, metrics within 15 s, whatever the interval of polls. So are names of pods.
 
     No line of the log reports a directory that does not exist.
     """
-    monkeypatch.setattr("ttdp.ROUND", 0.1)
-    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.1)
+    monkeypatch.setattr(ttdp, "ROUND", 0.1)
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.1)
     node.add("n150")
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
     await kubelet.admit("pod", "main", {N150: 1})
-    await until(lambda: daemon.daemon.host.holds.names)
+    await until(lambda: daemon.host.holds.names)
 
-    for path in unread.values():
+    for path in paths.values():
         path.parent.mkdir()
         await until(path.exists)
 
         path.unlink()
         await until(path.exists)
 
-    unread["cdi_dir"].write_text("{}")
-    await until(lambda: unread["cdi_dir"].read_text() != "{}")
+    paths["cdi_dir"].write_text("{}")
+    await until(lambda: paths["cdi_dir"].read_text() != "{}")
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -177,7 +177,7 @@ async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
         path.unlink()
         path.mkdir()  # which unlink() does not remove
     later = await start(interval=0.05, state_dir=str(short_tmp), **none)
-    await until(lambda: later.notified("READY=1"))
+    await later.ready()
     await later.stop()
 
     for path in places.values():

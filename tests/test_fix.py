@@ -10,6 +10,7 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import ttdp
 from tests.chips import chip, decide
 from tests.commands import Answer, Served, Terminal, view_of
 from tests.conftest import StartDaemon
+from tests.documents import DEB, fenced
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
-from tests.world.processes import ROOT, until
+from tests.world.processes import until
 from tests.world.simulation import STALLS
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
@@ -52,67 +54,78 @@ def seen(
     return Situation(function, fault=fault, now=1e9, since=1e9 - lasts, **more)
 
 
-@pytest.mark.parametrize(
-    ("situation", "step"),
-    [
-        (seen(Kind.GONE, UNBOUND._replace(on_bus=False)), Step.RESCAN),
-        (seen(Kind.NO_DRIVER, UNLOADED), Step.LOAD),
-        (seen(Kind.NO_DRIVER, UNBOUND), Step.BIND),
-        (seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci"), Step.BIND),
-        (seen(Kind.DEVICE_FILE, HERE.without_device_file("tenstorrent")), Step.REBIND),
-        (seen(Kind.DEVICE_FILE, NO_FILE), Step.MAKE_FILE),
-        *((seen(kind), Step.RESET) for kind in (Kind.NO_RESPONSE, Kind.STALLED, Kind.BLOCKED)),
-        (seen(Kind.READ_ERROR), Step.RESET),
-        (seen(Kind.RESETTING, lasts=29), Step.WAIT),
-        (seen(Kind.RESETTING, lasts=31), Step.REBIND),
-        (seen(Kind.RESETTING, done=frozenset({Step.REBIND})), Step.RESET),
-        (seen(Kind.SILENT, WORMHOLE, lasts=119), Step.WAIT),
-        (seen(Kind.SILENT, WORMHOLE, lasts=121), Step.REBIND),
-        (seen(Kind.SILENT, BLACKHOLE, lasts=29), Step.WAIT),
-        (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
-        (seen(Kind.SILENT, done=frozenset({Step.REBIND})), Step.RESET),
-        (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
-        # The clock was set back after the fault had begun.
-        (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
-        (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
-        # sysfs is right where the daemon has not looked yet.
-        (seen(None, UNBOUND), Step.BIND),
-        (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
-    ],
-)
-def test_the_step_that_a_fault_needs(situation: Situation, step: Step) -> None:
+REBOUND = frozenset({Step.REBIND})
+STEPS: dict[str, tuple[Situation, Step]] = {
+    "gone": (seen(Kind.GONE, UNBOUND._replace(on_bus=False)), Step.RESCAN),
+    "driver not loaded": (seen(Kind.NO_DRIVER, UNLOADED), Step.LOAD),
+    "driver not bound": (seen(Kind.NO_DRIVER, UNBOUND), Step.BIND),
+    "kept for another driver": (seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci"), Step.BIND),
+    "bound, but no device file": (
+        seen(Kind.DEVICE_FILE, HERE.without_device_file("tenstorrent")),
+        Step.REBIND,
+    ),
+    "device file is missing": (seen(Kind.DEVICE_FILE, NO_FILE), Step.MAKE_FILE),
+    "no response": (seen(Kind.NO_RESPONSE), Step.RESET),
+    "stalled": (seen(Kind.STALLED), Step.RESET),
+    "blocked": (seen(Kind.BLOCKED), Step.RESET),
+    "read error": (seen(Kind.READ_ERROR), Step.RESET),
+    "resetting": (seen(Kind.RESETTING, lasts=29), Step.WAIT),
+    "resetting for long": (seen(Kind.RESETTING, lasts=31), Step.REBIND),
+    "resetting after a rebind": (seen(Kind.RESETTING, done=REBOUND), Step.RESET),
+    "resetting on arm64": (seen(Kind.RESETTING, is_arm64=True), Step.REBIND),
+    "silent Wormhole": (seen(Kind.SILENT, WORMHOLE, lasts=119), Step.WAIT),
+    "silent Wormhole for long": (seen(Kind.SILENT, WORMHOLE, lasts=121), Step.REBIND),
+    "silent Blackhole": (seen(Kind.SILENT, BLACKHOLE, lasts=29), Step.WAIT),
+    "silent Blackhole for long": (seen(Kind.SILENT, BLACKHOLE, lasts=31), Step.REBIND),
+    "silent after a rebind": (seen(Kind.SILENT, done=REBOUND), Step.RESET),
+    "resetting, clock set back": (seen(Kind.RESETTING, lasts=-3600), Step.REBIND),
+    "silent, clock set back": (seen(Kind.SILENT, WORMHOLE, lasts=-3600), Step.REBIND),
+    # sysfs is right where the daemon has not looked yet.
+    "unbound a moment ago": (seen(None, UNBOUND), Step.BIND),
+    "stalled, file lost a moment ago": (seen(Kind.STALLED, NO_FILE), Step.MAKE_FILE),
+}
+
+
+@pytest.mark.parametrize("fault", STEPS)
+def test_the_step_that_a_fault_needs(fault: str) -> None:
     """A row of the table each."""
+    situation, step = STEPS[fault]
     assert ttdp.next_step(situation) is step
 
 
 DAYS = 9 * 86400.0
 END_OF_TRIP = time.strftime("%H:%M:%S", time.localtime(1e9 + 60))
 LATER_END = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 + DAYS))
+OUT_OF_SERVICE = "the chip is excluded, and no pod holds it"
+POWER_CYCLE = "what is left: power-cycle the host"
+OF_VFIO = UNBOUND._replace(driver="vfio-pci")
+ENDS: dict[str, tuple[Situation, str]] = {
+    "healthy": (seen(), "nothing needs to be done"),
+    "out of service": (seen(in_service=False), OUT_OF_SERVICE),
+    "out of service, not bound": (seen(None, UNBOUND, in_service=False), OUT_OF_SERVICE),
+    "another driver's": (seen(Kind.NO_DRIVER, OF_VFIO), "virtual machine"),
+    "hot": (seen(Kind.HOT), "only cooling helps"),
+    "tripped": (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if"),
+    "tripped for days": (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"ends at {LATER_END} if"),
+    "stalled on arm64": (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it"),
+    "gone, but on the bus": (seen(Kind.GONE), "the service has no reading of it yet"),
+    # No step is taken twice.
+    "stalled, all done": (seen(Kind.STALLED, done=TAKEN), POWER_CYCLE),
+    "silent, all done": (seen(Kind.SILENT, done=TAKEN), POWER_CYCLE),
+    "not loaded, all done": (seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN), "install the driver"),
+}
+WELL = {"healthy", "out of service", "out of service, not bound"}
 
 
-@pytest.mark.parametrize(
-    ("situation", "text", "is_well"),
-    [
-        (seen(), "nothing needs to be done", True),
-        (seen(in_service=False), "the chip is excluded, and no pod holds it", True),
-        (seen(None, UNBOUND, in_service=False), "the chip is excluded, and no pod holds it", True),
-        (seen(Kind.NO_DRIVER, UNBOUND._replace(driver="vfio-pci")), "virtual machine", False),
-        (seen(Kind.HOT), "only cooling helps", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + 60), f"the fault ends at {END_OF_TRIP} if", False),
-        (seen(Kind.TRIPPED, ends_at=1e9 + DAYS), f"the fault ends at {LATER_END} if", False),
-        (seen(Kind.STALLED, is_arm64=True), "drain this node, reboot it", False),
-        (seen(Kind.GONE), "the service has no reading of it yet", False),
-        # No step is taken twice.
-        (seen(Kind.STALLED, done=TAKEN), "what is left: power-cycle the host", False),
-        (seen(Kind.SILENT, done=TAKEN), "what is left: power-cycle the host", False),
-        (seen(Kind.NO_DRIVER, UNLOADED, done=TAKEN), "what is left: install the driver", False),
-    ],
-)
-def test_where_no_step_helps(situation: Situation, text: str, is_well: bool) -> None:
+@pytest.mark.parametrize("state", ENDS)
+def test_where_no_step_helps(state: str) -> None:
     """It says why; a chip without a fault, or out of service, is well."""
+    situation, text = ENDS[state]
+
     end = ttdp.next_step(situation)
+
     assert isinstance(end, End)
-    assert text in end.text and end.is_well == is_well
+    assert text in end.text and end.is_well == (state in WELL)
 
 
 ADDRESS = "0000:01:00.0"
@@ -264,7 +277,8 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
 # -- on a node -------------------------------------------------------------------------------------
 
 
-class Mended(Served):
+@dataclass(kw_only=True)
+class FixHost(Served):
     """A host whose operator runs `fix`."""
 
     controls: Controls  # what the operator's commands and writes reach
@@ -281,12 +295,7 @@ class Mended(Served):
         await self.kubelet.registered(resource)
         for pod in pods:
             await self.kubelet.admit(pod, "main", {resource: number})
-        await until(lambda: len(self.daemon.daemon.host.holds.names) == len(pods))
-
-    async def shows(self, chip: Chip, kind: Kind) -> None:
-        """Wait until the daemon sees this fault."""
-        chips = self.daemon.chip
-        await until(lambda: (fault := chips(chip.bdf).fault) and fault.kind is kind)
+        await until(lambda: len(self.daemon.host.holds.names) == len(pods))
 
     async def ill(
         self, card: str, breaks: Callable[[Chip], object], kind: Kind, **settings: Any
@@ -294,7 +303,7 @@ class Mended(Served):
         """Serve a card; return its first chip, with a fault that the daemon sees."""
         chip, *_ = await self.add(card, **settings)
         breaks(chip)
-        await self.shows(chip, kind)
+        await self.daemon.sees(chip.bdf, kind)
         return chip
 
     async def dead(self) -> Chip:
@@ -302,7 +311,7 @@ class Mended(Served):
         (chip,) = await self.add("n150", interval=0.1)
         await self.admit(N150, "train-0")
         chip.die()
-        await self.shows(chip, Kind.NO_RESPONSE)
+        await self.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
         return chip
 
     async def fix(self, chip: Chip, *words: str, **environ: str) -> Answer:
@@ -324,15 +333,15 @@ class Mended(Served):
 @pytest.fixture
 async def host(
     short_tmp: Path, node: SimulatedNode, ticking: None, kubelet: Kubelet, start: StartDaemon
-) -> AsyncIterator[Mended]:
+) -> AsyncIterator[FixHost]:
     """With a tt-smi and a modprobe that write down their calls."""
     controls = Controls(node, short_tmp)
     controls.install("tt-smi", "modprobe")
     environ = {"RUNTIME_DIRECTORY": str(short_tmp), "TT_CONTROLS": controls.path}
-    host = Mended(short_tmp, node, environ, dict(QUICK))
-    host.controls, host.kubelet, host.start = controls, kubelet, start
     async with controls.serving():
-        yield host
+        yield FixHost(
+            short_tmp, node, environ, {**QUICK}, kubelet=kubelet, start=start, controls=controls
+        )
 
 
 def unload(chip: Chip) -> None:
@@ -358,14 +367,14 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
+async def test_each_step_mends_what_it_is_for(host: FixHost, row: str) -> None:
     """With the calls of its row of the table, and nothing else; the other chip is left alone."""
     breaks, kind, calls = ROWS[row]
     other, chip = await host.add("n150", "n150", health=STALLS)
     await host.kubelet.registered(N150)
     host.controls.finds = {SECOND}
     breaks(chip)
-    await host.shows(chip, kind)
+    await host.daemon.sees(chip.bdf, kind)
 
     answer = await host.fix(chip, "--yes")
 
@@ -380,12 +389,12 @@ async def test_each_step_mends_what_it_is_for(host: Mended, row: str) -> None:
 # -- several steps, and steps without effect -------------------------------------------------------
 
 
-async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
+async def test_two_faults_are_mended_in_turn(host: FixHost) -> None:
     """A device file that is missing, and a chip that does not respond."""
     can_make_device_files(host.node)
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE)
     chip.device_node.unlink()
-    await host.shows(chip, Kind.DEVICE_FILE)
+    await host.daemon.sees(chip.bdf, Kind.DEVICE_FILE)
 
     answer = await host.fix(chip, "--yes")
 
@@ -393,21 +402,20 @@ async def test_two_faults_are_mended_in_turn(host: Mended) -> None:
     assert re.findall(r"(?m)^next step: (\w+)", answer.out) == ["make", "reset"]
 
 
-POWER_CYCLE = "power-cycle the host"
 IN_VAIN: dict[str, tuple[Callable[[Chip], None], Kind, list[str], str]] = {
     "a rebind and a reset": (Chip.silence, Kind.SILENT, [*REBIND, RESET], POWER_CYCLE),
     "a driver that cannot be loaded": (
         unload,
         Kind.NO_DRIVER,
         ["modprobe tenstorrent"],
-        "install the driver (tt-kmd) for the running kernel",
+        "what is left: install the driver (tt-kmd) for the running kernel",
     ),
 }
 
 
 @pytest.mark.parametrize("what", IN_VAIN)
 async def test_a_step_without_effect_is_not_taken_again(
-    host: Mended, monkeypatch: pytest.MonkeyPatch, what: str
+    host: FixHost, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The next one is, if there is one; else it says what is left."""
     breaks, kind, calls, left = IN_VAIN[what]
@@ -420,10 +428,10 @@ async def test_a_step_without_effect_is_not_taken_again(
     answer = await host.fix(chip, "--yes")
 
     assert (host.controls.calls, answer.status) == (calls, 1)
-    assert answer.out.endswith(f"what is left: {left}\n")
+    assert answer.out.endswith(f"{left}\n")
 
 
-async def test_what_the_kernel_refuses_has_its_reason(host: Mended) -> None:
+async def test_what_the_kernel_refuses_has_its_reason(host: FixHost) -> None:
     """After the unbind of a rebind, the bind is not tried again: it is a part of that step."""
     host.constants["FOLLOWS_WITHIN"] = 1.0
     host.controls.refused = {"bind": "EBUSY"}
@@ -433,10 +441,10 @@ async def test_what_the_kernel_refuses_has_its_reason(host: Mended) -> None:
 
     assert (host.controls.calls, answer.status) == (REBIND, 1)
     refusal = f"{host.node.root}/sys/bus/pci/drivers/tenstorrent/bind: Device or resource busy\n"
-    assert refusal in answer.out and answer.out.endswith(f"what is left: {POWER_CYCLE}\n")
+    assert refusal in answer.out and answer.out.endswith(f"{POWER_CYCLE}\n")
 
 
-async def test_a_reset_that_ends_by_itself_is_waited_for(host: Mended) -> None:
+async def test_a_reset_that_ends_by_itself_is_waited_for(host: FixHost) -> None:
     """Then no step is needed, and no answer."""
     chip = await host.ill("p150a", Chip.reset, Kind.RESETTING)
     host.constants["RESET_TAKES"] = 60.0
@@ -449,7 +457,7 @@ async def test_a_reset_that_ends_by_itself_is_waited_for(host: Mended) -> None:
     assert host.controls.calls == [] and "healthy" in terminal.text
 
 
-async def test_an_effect_has_four_health_intervals(host: Mended) -> None:
+async def test_an_effect_has_four_health_intervals(host: FixHost) -> None:
     """If that is longer than the usual time, as the daemon sees it only at its polls."""
     chip = await host.ill("n150", Chip.die, Kind.NO_RESPONSE, interval=1.0)
     loop = asyncio.get_running_loop()
@@ -464,7 +472,7 @@ async def test_an_effect_has_four_health_intervals(host: Mended) -> None:
 # -- nothing is done -------------------------------------------------------------------------------
 
 
-async def test_a_healthy_chip_is_left_alone(host: Mended) -> None:
+async def test_a_healthy_chip_is_left_alone(host: FixHost) -> None:
     """It says so, and which pod has it; addresses are accepted in any case."""
     host.node.add("n150", bdf="0000:0a:00.0")
     await host.add()
@@ -477,7 +485,7 @@ async def test_a_healthy_chip_is_left_alone(host: Mended) -> None:
     assert host.controls.calls == []
 
 
-async def test_a_chip_that_is_out_of_service_is_left_alone(host: Mended) -> None:
+async def test_a_chip_that_is_out_of_service_is_left_alone(host: FixHost) -> None:
     """Whatever it has, as it may be on its way back to the vendor; status 0."""
     (chip,) = await host.add("n150", exclude=(ADDRESS,))
     chip.unbind()
@@ -488,7 +496,7 @@ async def test_a_chip_that_is_out_of_service_is_left_alone(host: Mended) -> None
     assert (host.controls.calls, answer.status) == ([], 0)
 
 
-async def test_what_no_command_helps(host: Mended) -> None:
+async def test_what_no_command_helps(host: FixHost) -> None:
     """It says what would help; status 1."""
     chip = await host.ill("p150a", Chip.trip, Kind.TRIPPED)
 
@@ -502,7 +510,7 @@ async def test_what_no_command_helps(host: Mended) -> None:
 # -- who may, and when -----------------------------------------------------------------------------
 
 
-async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
+async def test_an_invalid_file_does_not_keep_from_mending(host: FixHost) -> None:
     """The daemon runs on with the last valid one; the file's error is a line on stderr."""
     dead = await host.dead()
     file = host.configure("unit = 7")
@@ -511,7 +519,7 @@ async def test_an_invalid_file_does_not_keep_from_mending(host: Mended) -> None:
     assert (len(host.controls.calls), answer.status) == (1, 0)
 
 
-async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
+async def test_who_may_not_is_told_to_be_root(host: FixHost) -> None:
     """For a step, and for the daemon's view; in one line."""
     chip = await host.ill("n150", Chip.unbind, Kind.NO_DRIVER)
     bind = host.node.root / "sys/bus/pci/drivers/tenstorrent/bind"
@@ -529,7 +537,7 @@ async def test_who_may_not_is_told_to_be_root(host: Mended) -> None:
 # -- the question ----------------------------------------------------------------------------------
 
 
-async def test_it_prints_readmes_example(host: Mended) -> None:
+async def test_it_prints_readmes_example(host: FixHost) -> None:
     """Fault, users, step, command, question; then what it sees, and which pods lost their chip.
 
     All but the time, the heartbeat, and where tt-smi is and what it prints.
@@ -537,7 +545,7 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
     _, chip = await host.add("n300", "n300", health=STALLS)
     await host.admit(N300, "train-0", "train-1")
     chip.freeze()
-    await host.shows(chip, Kind.STALLED)
+    await host.daemon.sees(chip.bdf, Kind.STALLED)
 
     status, text = await host.answer(chip, "y\n")
 
@@ -546,13 +554,14 @@ async def test_it_prints_readmes_example(host: Mended) -> None:
         text = re.sub(r" *\S*/bin/tt-smi|…|-r /dev/tenstorrent/1: done", "", text)
         return " ".join(text.split())  # the lines may be wrapped
 
-    readme = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"(?s)# tt-device-plugin fix 0000:02:00.0\n(.*?)```", readme)
+    command = "# tt-device-plugin fix 0000:02:00.0\n"
+    (block,) = (each for each in fenced("console") if command in each)
+    _, example = block.split(command)
     assert status == 0
     assert in_general(text) == in_general(example)
 
 
-async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
+async def test_any_answer_but_yes_is_a_no(host: FixHost) -> None:
     """Then nothing is done; status 1. (README's example has the short answer.)"""
     dead = await host.dead()
 
@@ -565,7 +574,7 @@ async def test_any_answer_but_yes_is_a_no(host: Mended) -> None:
     assert (host.controls.calls, status) == ([RESET], 0)
 
 
-async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> None:
+async def test_what_was_typed_before_the_question_is_no_answer(host: FixHost) -> None:
     """Such as the rest of what was pasted."""
     dead = await host.dead()
     async with host.on_terminal("fix", dead.bdf) as terminal:
@@ -584,7 +593,7 @@ async def test_what_was_typed_before_the_question_is_no_answer(host: Mended) -> 
     ],
 )
 async def test_without_a_terminal_it_only_describes(
-    host: Mended, breaks: Callable[[Chip], None], kind: Kind, step: str
+    host: FixHost, breaks: Callable[[Chip], None], kind: Kind, step: str
 ) -> None:
     """The first step, without the command; a pipe cannot answer. Status 1."""
     chip = await host.ill("p150a", breaks, kind)
@@ -599,11 +608,11 @@ async def test_without_a_terminal_it_only_describes(
     assert (host.controls.calls, answer.status, answer.err) == ([], 1, "")
 
 
-async def renumber(host: Mended, chip: Chip, other: Chip) -> None:
+async def renumber(host: FixHost, chip: Chip, other: Chip) -> None:
     host.node.swap_ordinals(chip.bdf, other.bdf)
 
 
-async def end_the_pod(host: Mended, chip: Chip, other: Chip) -> None:
+async def end_the_pod(host: FixHost, chip: Chip, other: Chip) -> None:
     host.kubelet.delete("train-0")
     await until(lambda: not host.daemon.decision.holds)
 
@@ -616,13 +625,13 @@ async def end_the_pod(host: Mended, chip: Chip, other: Chip) -> None:
     ],
 )
 async def test_after_a_change_the_answer_was_for_another_step(
-    host: Mended, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
+    host: FixHost, change: Callable[..., Awaitable[None]], asked: str, asked_then: str
 ) -> None:
     """The number that was shown is another chip's now, or others are hit: it asks again."""
     (chip,) = await host.add("n150", health=STALLS)
     await host.admit(N150, "train-0")
     chip.freeze()  # a dead one would show another fault after the renumbering
-    await host.shows(chip, Kind.STALLED)
+    await host.daemon.sees(chip.bdf, Kind.STALLED)
     (other,) = host.node.add("n150")
 
     async with host.on_terminal("fix", chip.bdf) as terminal:
@@ -638,7 +647,7 @@ async def test_after_a_change_the_answer_was_for_another_step(
     assert host.controls.calls == []
 
 
-async def test_the_service_ends_before_the_answer(host: Mended) -> None:
+async def test_the_service_ends_before_the_answer(host: FixHost) -> None:
     """Nothing is done without its view."""
     dead = await host.dead()
     lost = host.root / "lost"  # the name is all that a connection needs
@@ -655,12 +664,12 @@ async def test_the_service_ends_before_the_answer(host: Mended) -> None:
 # -- whom it hits ----------------------------------------------------------------------------------
 
 
-async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
+async def test_a_reset_of_a_p300_hits_the_other_chip(host: FixHost) -> None:
     """That of its own board, and its pod; both pods have to be started again."""
     *_, chip, other = await host.add("p300c", "p300c")
     await host.admit(P300, "train-0", "train-1", "train-2", "train-3")
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
 
     answer = await host.fix(chip, "--yes")
 
@@ -673,22 +682,22 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
-async def test_the_other_chip_can_be_unknown(host: Mended) -> None:
+async def test_the_other_chip_can_be_unknown(host: FixHost) -> None:
     """Two chips are known as one board by its serial number, which the firmware reports."""
     chip, _ = host.node.add("p300c", firmware=False)
     await host.add()
     chip.die(bus=True)
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
     answer = await host.fix(chip)
     assert "the other chip of its board, which is not known, is reset too\n" in answer.out
 
 
-async def test_the_driver_concerns_all_chips(host: Mended) -> None:
-    """Their users are named, too."""
+async def test_the_driver_concerns_all_chips(host: FixHost) -> None:
+    """Loading it is a step for the whole node, so the users of the other chips are named, too."""
     chip, other = await host.add("n150", "n150")
     await host.admit(N150, "train-0", number=2)
     unload(chip)
-    await host.shows(chip, Kind.NO_DRIVER)
+    await host.daemon.sees(chip.bdf, Kind.NO_DRIVER)
 
     answer = await host.fix(chip)
 
@@ -696,14 +705,14 @@ async def test_the_driver_concerns_all_chips(host: Mended) -> None:
     assert f"{other.bdf}: used by default/train-0\n" in answer.out
 
 
-async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> None:
+async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: FixHost) -> None:
     """--yes does not give it; what is known of such resets is told."""
     (chip,) = host.node.add("p150a")  # 32 chips would take seconds
     chip.write("subsystem_device", b"0x0047\n")
     chip.write("tt_card_type", b"galaxy-blackhole\n")
     await host.add()
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
 
     in_pipe = await host.fix(chip, "--yes")
     status, text = await host.answer(chip, "n\n", "--yes")
@@ -713,7 +722,7 @@ async def test_a_galaxys_chip_is_reset_only_after_an_answer(host: Mended) -> Non
     assert (host.controls.calls, in_pipe.status, status) == ([], 1, 1)
 
 
-async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended) -> None:
+async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: FixHost) -> None:
     """After a reboot without it: the pod's allocation has nothing but its address."""
     (chip,) = await host.add("n150")
     await host.admit(N150, "train-0")
@@ -732,7 +741,7 @@ async def test_a_chip_that_only_a_pod_still_has_is_an_unknown_card(host: Mended)
 # -- tt-smi ----------------------------------------------------------------------------------------
 
 
-async def test_a_missing_tt_smi(host: Mended) -> None:
+async def test_a_missing_tt_smi(host: FixHost) -> None:
     """It says where it looked: on a simulated node never among the host's own programs."""
     dead = await host.dead()
     (host.node.root / "bin/tt-smi").rename(host.root / "tt-smi")
@@ -746,7 +755,7 @@ async def test_a_missing_tt_smi(host: Mended) -> None:
     [("4.1.9", True), ("", True), ("unknown", True), ("4.2", False), ("4.10.0", False)],
 )
 async def test_tt_smi_must_accept_a_device_file_as_target(
-    host: Mended, version: str, is_old: bool
+    host: FixHost, version: str, is_old: bool
 ) -> None:
     """As it does since 4.2; one without a version does not."""
     host.controls.version = version
@@ -760,7 +769,7 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
     assert (path, problem) == (("", old) if is_old else (place, ""))
 
 
-async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
+async def test_the_environment_and_the_status_of_tt_smi(host: FixHost) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
     dead = await host.dead()
     host.controls.status = 1
@@ -772,7 +781,7 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     assert "tt-smi ended with status 1\n" in answer.out and answer.status == 0
 
 
-async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended) -> None:
+async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: FixHost) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
     dead = await host.dead()
     host.controls.install("tt-smi", ignored=(signal.SIGINT, signal.SIGTERM))
@@ -802,8 +811,8 @@ INTERRUPTS: dict[str, Callable[[Terminal], None]] = {
 }
 
 
-async def test_an_interrupt_at_the_question(host: Mended) -> None:
-    """Nothing is done; status 130."""
+async def test_an_interrupt_at_the_question(host: FixHost) -> None:
+    """However it comes, no step is taken, and the status is 130."""
     dead = await host.dead()
 
     for how, interrupt in INTERRUPTS.items():
@@ -819,7 +828,7 @@ async def test_an_interrupt_at_the_question(host: Mended) -> None:
     ],
 )
 async def test_an_interrupt_counts_after_a_step(
-    host: Mended, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
+    host: FixHost, breaks: Callable[[Chip], None], kind: Kind, calls: list[str], how: str
 ) -> None:
     """An unbind is followed by its bind, and the terminal's Ctrl-C does not end modprobe."""
     chip = await host.ill("p150a", breaks, kind)
@@ -835,7 +844,7 @@ async def test_an_interrupt_counts_after_a_step(
     assert chip.ordinal is not None
 
 
-async def test_an_interrupt_while_it_waits(host: Mended) -> None:
+async def test_an_interrupt_while_it_waits(host: FixHost) -> None:
     """For the effect of a step: it says how the chip is, and ends.
 
     With --yes, the command is shown on a terminal, and nothing is asked.
@@ -857,14 +866,13 @@ async def test_an_interrupt_while_it_waits(host: Mended) -> None:
 
 
 async def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
-    host: Mended,
+    host: FixHost,
 ) -> None:
     """node-problem-detector runs a check; its status is the condition, which taints the node.
 
     The message, as long as it may be, has the command, and after that the check finds no failure.
     """
-    deb = ROOT / "packaging/deb"
-    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
     monitor = json.loads(example["data"]["check.json"])
     (rule,) = monitor["rules"]
     words = rule["args"][rule["args"].index("tt-device-plugin") + 1 :]
@@ -878,7 +886,7 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
     assert (await check())[0] == 0
 
     chip.die()
-    await host.shows(chip, Kind.NO_RESPONSE)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
     status, message = await check()
     assert status == 1
     (command,) = re.findall(r"(?m)^FAIL .*; run: tt-device-plugin (.*)$", message)
@@ -889,10 +897,9 @@ async def test_the_condition_of_the_example_ends_with_the_command_in_its_message
 
 def test_the_taint_of_the_example_follows_that_condition() -> None:
     """It has the name of node-problem-detector's condition, and is there while that is True."""
-    deb = ROOT / "packaging/deb"
-    example = yaml.safe_load((deb / "tt-device-plugin.node-problem-detector.yml").read_text())
+    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
     (condition,) = json.loads(example["data"]["check.json"])["conditions"]
-    spec = yaml.safe_load((deb / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
+    spec = yaml.safe_load((DEB / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
     required = {"type": condition["type"], "requiredStatus": "False", "defaultStatus": "False"}
     assert spec["conditions"] == [required]
     assert spec["enforcementMode"] == "continuous"

@@ -26,8 +26,6 @@ import pytest
 import ttdp
 from tests.chips import bdf, chip, decide, hold
 from tests.commands import PROGRAM, Answer, Host, Served, forked, host_with, view_of
-from tests.conftest import StartDaemon
-from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
@@ -200,7 +198,7 @@ def shown(view: dict[str, Any]) -> Answer:
 
 
 def test_chips_with_one_reason_are_ill_since_the_first_of_them() -> None:
-    """They are one line."""
+    """A reason that several chips have is one line, with the earliest time."""
     chips = [chip(1, fault=Kind.HOT), chip(2, fault=Kind.HOT)]
     view = view_of(decide(chips))
     view["faults"][bdf(1)]["since"] = LONG_AGO
@@ -225,7 +223,7 @@ def test_the_id_of_a_board_has_a_column() -> None:
 
 
 def test_a_shared_device_has_the_number_of_its_replicas() -> None:
-    """Behind the resource's name."""
+    """It stands behind the name of the resource."""
     sharing = ttdp.Sharing(resources=(ttdp.SharedResource("n150", 4),))
     view = view_of(decide([chip(1)], ttdp.Settings(sharing=sharing)))
 
@@ -263,7 +261,7 @@ def test_names_that_others_choose_are_escaped(host: Host) -> None:
 
 
 def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would raise an error."""
+    """Other characters are replaced; Python itself would raise an error."""
     written = io.BytesIO()
     with io.TextIOWrapper(written, "ascii", write_through=True) as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
@@ -301,11 +299,13 @@ def test_a_closed_pipe_is_not_an_error(host: Host) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [*PROGRAM, "list", *host.flags]
+
     with subprocess.Popen(
         command, env=environment(), stdout=writer, stderr=subprocess.PIPE
     ) as process:
         os.close(writer)
         _, err = process.communicate(timeout=4 * PATIENCE)
+
     assert err.decode() == NOT_RUNNING and process.returncode in (0, -signal.SIGPIPE)
 
 
@@ -360,6 +360,7 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
 def test_json_has_these_keys_and_values(mixed: Host) -> None:
     """An array of objects in the order of addresses; null for unknown values."""
     answer = mixed.run("list", "--json")
+
     assert all(list(row) == KEYS for row in answer.rows)
     values = [
         "0000:41:00.0", 1, f"{mixed.node.root}/dev/tenstorrent/1", "0000:41:00.0", "p300c", "p300",
@@ -434,14 +435,6 @@ async def users(host: Host) -> list[str]:
 
 
 @pytest.fixture
-def served(short_tmp: Path, node: SimulatedNode, kubelet: Kubelet, start: StartDaemon) -> Served:
-    """The host of a kubelet and, when it is started, a daemon."""
-    served = Served(short_tmp, node, {"RUNTIME_DIRECTORY": str(short_tmp)})
-    served.kubelet, served.start = kubelet, start
-    return served
-
-
-@pytest.fixture
 async def three(served: Served) -> RunningDaemon:
     """Three cards, with which a daemon is registered."""
     for _ in range(3):
@@ -451,8 +444,7 @@ async def three(served: Served) -> RunningDaemon:
 
 async def test_users_are_pods_and_the_hosts_processes(served: Served, three: RunningDaemon) -> None:
     """A pod's process counts as the pod; two names and a count are shown."""
-    await served.kubelet.admit("team-a/train", "main", {N150: 2})
-    await served.kubelet.running("team-a/train", "main")
+    await served.kubelet.run_pod("team-a/train", N150, 2)
     _, second, third = served.node.chips
     start = served.node.start_process
 
@@ -569,7 +561,7 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
 
     answer = await served.ask("list")
     check = await served.ask("check")
-    metrics = await daemon.daemon._reporter.metrics.get() or ""
+    metrics = await daemon.metrics() or ""
     (row,) = (await served.ask("list", "--json")).rows
 
     status = f"1 × {P150}, 0 healthy ({chip.bdf}: {reason}); registered with kubelet"
@@ -603,12 +595,12 @@ async def test_the_processes_of_a_chip_whose_reads_block_are_unknown(served: Ser
     assert await users(served) == ["python3[7]"]
 
     chip.block()
-    await until(lambda: (fault := daemon.chip(chip.bdf).fault) and fault.kind is Kind.BLOCKED)
+    await daemon.sees(chip.bdf, Kind.BLOCKED)
     served.node.end_process(7)
 
     assert await users(served) == ["?"]
     chip.unblock()
-    await until(lambda: daemon.chip(chip.bdf).fault is None)
+    await daemon.sees(chip.bdf, None)
     assert await users(served) == ["-"]
 
 
@@ -642,7 +634,7 @@ async def test_a_fault_that_the_view_finds_first_has_its_own_time(
     monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     (chip,) = served.node.add("n150")
     daemon = await served.serve(N150, interval=3600)
-    state = daemon.daemon.host.inventory.states[chip.bdf]
+    state = daemon.host.inventory.states[chip.bdf]
     chip.unbind()
     await until(lambda: state.since)
     state.since = LONG_AGO
@@ -823,7 +815,7 @@ STRANGE_ANSWERS: dict[str, Iterable[bytes]] = {
 def test_whatever_else_answers_on_the_services_socket_is_a_problem(
     short_tmp: Path, answer: str
 ) -> None:
-    """It can have any form."""
+    """No form of answer is taken for a view, or raises an error."""
     path = short_tmp / "status.sock"
     with answering(path, STRANGE_ANSWERS[answer]):
         found = ttdp.ask(str(path))

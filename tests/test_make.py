@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import unshared
 from tests.world.processes import ROOT
 
 WIDTH = 80
-NO_NETWORK = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])
 COMMANDS = ("bash", "sh", "make", "sed", "grep", "cut", "mkdir", "cmp", "git", "env", "uname")
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="NOT RUN: no make")
@@ -68,17 +68,9 @@ def test_missing_tools_are_named_before_anything_is_built(tmp_path: Path) -> Non
     assert done.returncode and line.startswith("make deb needs: ") and len(line) <= WIDTH
 
 
-@pytest.fixture(scope="module")
-def offline() -> Sequence[str]:
-    """Return a command that runs another without a network."""
-    for command in NO_NETWORK if shutil.which("unshare") else ():
-        if not subprocess.run([*command, "true"], capture_output=True).returncode:
-            return command
-    pytest.skip("NOT RUN: neither root nor allowed to make a network namespace")
-
-
-def test_without_a_network(offline: Sequence[str], tmp_path: Path) -> None:
+def test_without_a_network(tmp_path: Path) -> None:
     """Two short lines name what cannot be fetched, and what to do; there is no traceback."""
+    offline = unshared("--net")
     made = shutil.ignore_patterns(".*", "build", "dist", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=made)
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_RETRIES": "0"}

@@ -12,10 +12,10 @@ import pytest
 import ttdp
 from tests.chips import chip, decide
 from tests.commands import view_of
+from tests.documents import DEB
 from tests.world.processes import ROOT
 from ttdp import Kind
 
-DEB = ROOT / "packaging/deb"
 PAGE = (DEB / "tt-device-plugin.8").read_text()
 PAGES = sorted(path.name for path in DEB.glob("*.[0-9]"))
 
@@ -56,6 +56,7 @@ def test_every_reference_leads_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_installed(name: str) -> None:
+    """debhelper installs only the pages that are in its list."""
     assert name in (DEB / "manpages").read_text().split()
 
 
@@ -106,12 +107,14 @@ def test_messages_are_in_alphabetical_order() -> None:
 
 
 def test_every_metric() -> None:
+    """METRICS has all that the daemon writes, and no other."""
     named = re.findall(r"(?m)^\.It Li (tt_\w+)", section("METRICS"))
     chips = {f"tt_device_{name}" for name in ttdp.CHIP_METRICS}
     assert {*named} == chips | {f"tt_{name}" for name in ttdp.PLUGIN_METRICS}
 
 
 def test_every_exit_status() -> None:
+    """EXIT STATUS has those of the program and of its start, and the usual ones."""
     trees = (ROOT / "packaging/trees.py").read_text()
     statuses = {value for name, value in vars(ttdp).items() if name.startswith("EXIT_")}
     statuses |= {int(value) for value in re.findall(r"(?m)^EXIT_\w+ = (\d+)", trees)}
@@ -121,11 +124,13 @@ def test_every_exit_status() -> None:
 
 
 def test_every_json_key() -> None:
+    """JSON has the keys of a row of `list --json`, in their order."""
     (row,) = view_of(decide([chip(1)]))["chips"]
     assert re.findall(r"(?m)^\.It Li (\w+)$", subsection(r"JSON\&")) == [*row]
 
 
 def test_every_label() -> None:
+    """LABELS has all that the feature file can have, and no other."""
     firmware = "19.4.0.0"
     cards = enumerate(("n300", "p300c"), 1)
     chips = [chip(bus, card, numa_node=0, serial="S", firmware=firmware) for bus, card in cards]

@@ -135,14 +135,14 @@ P150A = {  # as it was captured on the real driver, but for a PCIe error
 async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
     tmp_path: Path, directory: Path, listening: CountingSocket
 ) -> None:
-    """Watts, amperes, volts, hertz, transfers."""
+    """Watts, amperes, volts, hertz: a scrape has them read, and does not wait for a poll."""
     node = SimulatedNode.from_capture(tmp_path / "captured", "p150ax2")
     card = node.chips[0]
     errors = card.attribute("max_link_width").with_name("aer_dev_correctable")
     put(errors, "RxErr 0\nBadTLP 7\nTOTAL_ERR_COR 7")
 
     async with RunningDaemon(node, settings_of(node, directory, interval=3600)) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
+        await daemon.ready()
         assert of(card.bdf, await scrape(listening)) == P150A
 
 
@@ -273,11 +273,12 @@ def test_functions_are_counted_by_driver_and_the_driver_is_shown_while_it_is_loa
 async def test_what_the_daemon_does_is_counted_from_zero(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, listening: CountingSocket
 ) -> None:
-    """Registrations, and allocations by result."""
+    """Registrations, and allocations by result; a counter is there before it counts."""
     _, second = node.add("n150") + node.add("n150")
     await kubelet.stop()
     daemon = await start(interval=0.1)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
+
     resource = f'resource="{N150}"'
     counters = [
         f"tt_kubelet_registered{{{resource}}}",
@@ -291,12 +292,13 @@ async def test_what_the_daemon_does_is_counted_from_zero(
     await kubelet.start()
     await kubelet.registered(N150)
     await kubelet.admit("train", "main", {N150: 1})
+
     node.on_uevent = None
     second.device_node.unlink()
     with pytest.raises(AdmissionError):
         await kubelet.admit("other", "main", {N150: 1})
-    await until(lambda: daemon.chip(second.bdf).fault)
 
+    await until(lambda: daemon.chip(second.bdf).fault)
     found = await scrape(listening)
     assert [found[counter] for counter in counters] == [1, 1, 1, 1]
     for health in ("healthy", "unhealthy"):
@@ -348,7 +350,7 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
     listening: CountingSocket,
 ) -> None:  # fmt: skip
     """Figures are never passed off as newer than they are."""
-    monkeypatch.setattr("ttdp.METRICS_INTERVAL", 0.05)
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.05)
     node.add("n150")
     await start(interval=0.02)
     await until(file.exists)
@@ -359,7 +361,7 @@ async def test_without_a_rendering_the_file_grows_old_and_requests_get_503(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ttdp.plugin_metrics", fail)
+        patch.setattr(ttdp, "plugin_metrics", fail)
         await until(lambda: attempts)
         written = file.stat().st_mtime_ns
         reason = ("HTTP/1.1 503 Service Unavailable", "the metrics cannot be collected\n")
@@ -445,26 +447,39 @@ NOT_FOUND = ("HTTP/1.1 404 Not Found", "use GET /metrics\n")
 
 
 @pytest.mark.parametrize(
-    ("request_line", "wanted"),
+    ("request_text", "wanted"),
     [
         (b"GET /metrics HTTP/1.1\r\n\r\n", (OK, "x 1\n")),
         (b"GET /metrics?x=1 HTTP/1.0\n\n", (OK, "x 1\n")),
         (b"POST /metrics HTTP/1.1\r\n\r\n", NOT_FOUND),
         (b"\xff\x00\r\n\r\n", NOT_FOUND),
-        (b"GET /metrics HTTP/1.1\r\nX: ", ("", "")),
-        (b"x" * 100_000, ("", "")),
     ],
-    ids=range(6),
+    ids=["get", "get with a query", "post", "garbage"],
 )
-async def test_a_request_is_answered_or_costs_only_its_connection(
-    request_line: bytes, wanted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+async def test_get_metrics_is_answered_and_any_other_request_gets_404(
+    request_text: bytes, wanted: tuple[str, str]
 ) -> None:
-    """One without an end is closed after its time, a long one at once."""
-    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 0.5 if len(request_line) < 99 else 3600)
+    """With what to use instead."""
+    async with serving(render_at_once) as listening:
+        assert await answer(listening, request_text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("request_text", "timeout"),
+    [(b"GET /metrics HTTP/1.1\r\nX: ", 0.5), (b"x" * 100_000, 3600)],
+    ids=["without an end", "too long"],
+)
+async def test_a_request_that_is_not_complete_costs_only_its_connection(
+    request_text: bytes, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without an end is closed after its time, a long one at once; the next is answered."""
+    monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", timeout)
     async with serving(render_at_once) as listening:
         with contextlib.suppress(ConnectionResetError):
-            assert await answer(listening, request_line) == wanted
+            assert await answer(listening, request_text) == ("", "")
         await until(lambda: not listening.open)
+
+        assert await answer(listening) == (OK, "x 1\n")
 
 
 async def test_simultaneous_requests_share_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +537,7 @@ async def served(
     node.add("n150")
     daemon = await start(interval=3600, runtime_dir=str(short_tmp))
     await kubelet.registered(N150)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
     caplog.clear()
     monkeypatch.setattr(ttdp.ConnectionServer, "TIMEOUT", 3600)
     yield listening

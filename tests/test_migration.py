@@ -46,10 +46,8 @@ class FormerPlugin(Plugin):
 
 async def run(kubelet: Kubelet, pod: str, resource: str) -> str:
     """Run a pod with one device; return the device file that its container has."""
-    await kubelet.registered(resource)
-    await kubelet.admit(pod, "main", {resource: 1})
-    await kubelet.running(pod, "main")
-    (device_file,) = kubelet.allocation(pod, "main").devices
+    allocation = await kubelet.run_pod(pod, resource)
+    (device_file,) = allocation.devices
     return str(device_file.container_path)
 
 

@@ -139,10 +139,12 @@ def test_the_mounts_of_all_containers_are_the_configured_ones_and_hugepages_that
 
 def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
     """The device file under the host's number, `rw`; for every device the mounts."""
+    settings = Settings(resource_domain="example.org")
     one, two = chip(1, ordinal=3).function, chip(2, "p150a", ordinal=0).function
     first, second = (
         {"path": path, "hostPath": path, "permissions": "rw"} for path in (one.path, two.path)
     )
+
     wanted: dict[str, Any] = {
         "cdiVersion": "0.5.0",
         "kind": "example.org/device",
@@ -152,7 +154,6 @@ def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
             {"name": "all", "containerEdits": {"deviceNodes": [first, second]}},
         ],
     }
-    settings = Settings(resource_domain="example.org")
     assert json.loads(ttdp.cdi_spec([one, two], settings, ()) or "") == wanted
 
     binds = [
@@ -161,6 +162,7 @@ def test_the_cdi_file_describes_each_chip_and_all_of_them() -> None:
     ]
     wanted["containerEdits"] = {"mounts": binds}
     assert json.loads(ttdp.cdi_spec([one, two], settings, MOUNTS) or "") == wanted
+
     assert ttdp.cdi_spec([], settings, MOUNTS) is None, "CDI has no file without devices"
 
 
@@ -299,6 +301,17 @@ def test_sharing_has_labels() -> None:
     sharing = Sharing(resources=(SharedResource("n150", 4),))
     gone = chip(1, present=False)
     assert values("n150", "count product", gone, sharing=sharing) == ["0", None]
+
+
+@pytest.mark.parametrize(("length", "is_written"), [(57, True), (58, False)])
+def test_a_label_whose_name_is_longer_than_kubernetes_allows_is_left_out(
+    length: int, is_written: bool
+) -> None:
+    """63 characters behind the domain: a resource's own name can have as many."""
+    name = "x" * length
+    sharing = Sharing(resources=(SharedResource("n150", 2, name),))
+
+    assert (f"{name}.count" in labels(N150, sharing=sharing)) is is_written
 
 
 versions = st.text("aZ019._-+/ \nü😀", max_size=90)

@@ -1,4 +1,7 @@
-"""Places: which chips are one board, and where a Galaxy's are, by addresses and serial numbers."""
+"""Places: which chips are one board, and where a Galaxy's are, by addresses and serial numbers.
+
+What becomes of a board that was moved to another slot is in test_resources.
+"""
 
 from __future__ import annotations
 
@@ -66,18 +69,6 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
         chips.append(found._replace(function=found.function.without_device_file()))
 
     assert board_ids(chips) == [None] * 4
-
-
-def test_a_board_that_was_moved_is_where_it_is_now() -> None:
-    """Its former addresses are absent."""
-    chips = [p300(1, present=False), p300(2, present=False), p300(5), p300(6)]
-    assert board_ids(chips) == [None, None, SERIAL, SERIAL]
-
-
-def test_a_board_that_was_moved_and_is_absent_now_is_two_chips() -> None:
-    """Whichever of its addresses they had."""
-    chips = [p300(bus, present=False) for bus in (1, 2, 5, 6)]
-    assert board_ids(chips).count(SERIAL) == 2
 
 
 # -- Galaxy ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ REASON = "log_level: 'loud' is not valid; must be debug, info, warning or error"
 
 
 @dataclass(frozen=True)
-class Node:
+class System:
     """Directories in place of /etc, /usr/share and PATH."""
 
     top: Path
@@ -67,86 +67,85 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    """A node with the program of this checkout, and without the service."""
-    node = Node(tmp_path)
+def system(tmp_path: Path) -> System:
+    """A system with the program of this checkout, and without the service."""
+    system = System(tmp_path)
     for directory in ("bin", "etc"):
         (tmp_path / directory).mkdir()
     for name in COMMANDS:
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "first").write_text("# nothing is set\n")
 
-    code = (
-        f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(node.config)!r}; sys.exit(ttdp.main())"
-    )
+    code = f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(system.config)!r}; "
+    code += "sys.exit(ttdp.main())"
     program = shlex.join([sys.executable, "-c", code])
     # `--version` is there to extract the zipapp, which this program is not packed in.
     program = f'[ "$1" = --version ] || PYTHONPATH={ROOT} exec {program} "$@"'
-    node.command("tt-device-plugin", program)
-    node.command("systemctl", "echo 0")
-    return node
+    system.command("tt-device-plugin", program)
+    system.command("systemctl", "echo 0")
+    return system
 
 
 @contextmanager
-def service(node: Node, **variables: str) -> Iterator[None]:
+def service(system: System, **variables: str) -> Iterator[None]:
     """The service runs with these variables."""
     with subprocess.Popen(["sleep", "infinity"], env={**os.environ, **variables}) as process:
-        node.command("systemctl", f"echo {process.pid}")
+        system.command("systemctl", f"echo {process.pid}")
         yield
         process.kill()
 
 
-def test_a_configuration_that_would_not_start_ends_it(node: Node) -> None:
+def test_a_configuration_that_would_not_start_ends_it(system: System) -> None:
     """With the reason and the way out, and before the service is restarted."""
-    node.config.write_text(BAD)
+    system.config.write_text(BAD)
 
-    status, said = node.run("configure", "0.2.0")
+    status, said = system.run("configure", "0.2.0")
 
     assert status == 1
-    assert f"{node.config}: {REASON}" in said
+    assert f"{system.config}: {REASON}" in said
     assert said.endswith("Correct the configuration; then run: dpkg --configure -a")
 
 
-def test_a_configuration_from_before_the_first_installation_is_kept(node: Node) -> None:
+def test_a_configuration_from_before_the_first_installation_is_kept(system: System) -> None:
     """If it is valid, nothing is said."""
     text = "# mine\nunit = 'board'\n"
-    node.config.write_text(text)
+    system.config.write_text(text)
 
-    assert node.run("configure", "") == (0, "")
+    assert system.run("configure", "") == (0, "")
 
-    assert node.config.read_text() == text
+    assert system.config.read_text() == text
 
 
-def test_only_a_first_installation_creates_the_configuration(node: Node) -> None:
+def test_only_a_first_installation_creates_the_configuration(system: System) -> None:
     """An administrator who has removed it wants the defaults."""
-    assert node.run("configure", "0.2.0") == (0, "")
-    assert not node.config.exists()
+    assert system.run("configure", "0.2.0") == (0, "")
+    assert not system.config.exists()
 
-    assert node.run("configure", "") == (0, "")
-    assert node.config.read_text() == (node.top / "first").read_text()
+    assert system.run("configure", "") == (0, "")
+    assert system.config.read_text() == (system.top / "first").read_text()
 
 
-def test_the_variables_of_the_service_count(node: Node) -> None:
+def test_the_variables_of_the_service_count(system: System) -> None:
     """A drop-in can name another file, also with spaces in its name.
 
     An unknown variable is not a reason to end.
     """
-    other = node.top / "the other.toml"
+    other = system.top / "the other.toml"
     other.write_text(BAD)
-    with service(node, TTDP_CONFIG_FILE=str(other)):
-        status, said = node.run("configure", "0.2.0")
+    with service(system, TTDP_CONFIG_FILE=str(other)):
+        status, said = system.run("configure", "0.2.0")
     assert status == 1 and f"{other}: {REASON}" in said
 
-    with service(node, TTDP_UNIT="board", TTDP_UNTI="board"):
-        assert node.run("configure", "0.2.0") == (0, "")
+    with service(system, TTDP_UNIT="board", TTDP_UNTI="board"):
+        assert system.run("configure", "0.2.0") == (0, "")
 
 
-def test_after_a_failed_upgrade_nothing_is_checked(node: Node) -> None:
+def test_after_a_failed_upgrade_nothing_is_checked(system: System) -> None:
     """dpkg calls the postinst of the version that stays; its service still runs."""
-    node.config.write_text(BAD)
-    node.command("tt-device-plugin", "echo called")
+    system.config.write_text(BAD)
+    system.command("tt-device-plugin", "echo called")
 
-    assert node.run("abort-upgrade", "0.3.0") == (0, "")
+    assert system.run("abort-upgrade", "0.3.0") == (0, "")
 
 
 STATES = {"absent": None, "damaged": '{"files": [', "of another version": "{}"}
@@ -198,5 +197,5 @@ def test_without_a_saved_state_the_default_files_are_removed(tmp_path: Path, sta
 @pytest.mark.skipif(not shutil.which("dash"), reason="NOT RUN: dash is not installed")
 @pytest.mark.parametrize("script", ["postinst", "postrm"])
 def test_the_scripts_are_posix(script: str) -> None:
-    """Debian's /bin/sh is dash."""
+    """Debian's /bin/sh is dash, which has nothing more."""
     assert not subprocess.run(["dash", "-n", ROOT / "packaging/deb" / script]).returncode

@@ -351,7 +351,7 @@ def full_nodes(draw: st.DrawFn) -> Question:
 @hypothesis_settings(deadline=None, max_examples=200)
 @given(full_nodes())
 def test_the_answer_is_the_optimum_on_a_node_that_is_nearly_full(question: Question) -> None:
-    """Every set can be tried."""
+    """Of 32 chips up to ten are available, so that every set can be tried."""
     assert preferred(*question) == by_brute_force(*question)
 
 

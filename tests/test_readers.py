@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.chips import kind_of
 from tests.conftest import WATCHDOG, StartDaemon
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -214,12 +213,12 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     """The loop is not woken every tenth of a second until the read counts as blocked."""
     blocked, other = node.add("n150") + node.add("n150")
     daemon = await start(WATCHDOG, interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
-    blocked.block("tt_heartbeat")
+    await daemon.ready()
+    blocked.block()
     daemon.forget_notes()
 
     other.vanish()
-    await until(lambda: kind_of(daemon.chip(blocked.bdf)) is Kind.BLOCKED)
+    await daemon.sees(blocked.bdf, Kind.BLOCKED)
 
     assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 
@@ -330,7 +329,7 @@ async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
         chip.fail("tt_serial", "EIO")
         read_all(node, function)
 
-        chip.block("tt_heartbeat")
+        chip.block()
         blocked = asyncio.ensure_future(asyncio.to_thread(read_all, node, function))
         _, pending = await asyncio.wait({blocked}, timeout=ttdp.SLOW_AFTER)
         assert pending

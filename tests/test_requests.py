@@ -20,7 +20,7 @@ import ttdp
 from generated import deviceplugin_pb2 as pb
 from tests.conftest import StartDaemon, client, plugin_sockets
 from tests.world.kubelet import Kubelet
-from tests.world.node import SimulatedNode
+from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 
@@ -67,7 +67,7 @@ async def test_the_link_of_udev_is_waited_for(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allocate waits for it if the rule is in force, as the kubelet keeps the answer."""
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
     chip, _ = node.chips
     (chip.by_pci.parent / "0000:09:00.0").symlink_to("../9")  # the rule is in force
     lead(chip.by_pci, "../7")  # to another chip's
@@ -87,7 +87,7 @@ async def test_without_the_link_a_container_gets_the_device_file(
     has_rule: bool,
 ) -> None:  # fmt: skip
     """After a second if the rule is in force, else at once."""
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", 0.2 if has_rule else 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", 0.2 if has_rule else 4 * PATIENCE)
     node = SimulatedNode(tmp_path / "unlinked", links=has_rule)
     chip, _ = node.add("n150") + node.add("n150")
     if has_rule:
@@ -108,7 +108,7 @@ async def test_with_cdi_but_without_its_directory_allocate_is_refused(
 
     Then nothing waits for udev's link: the runtime takes the host path from the CDI file.
     """
-    monkeypatch.setattr("ttdp.LINK_TIMEOUT", 4 * PATIENCE)
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", 4 * PATIENCE)
     chip, other = node.chips
     chip.by_pci.unlink()
     cdi = short_tmp / "cdi"
@@ -147,30 +147,36 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
     chips = node.add("n150") + node.add("n150")
     results: list[str] = []
 
-    def allocate() -> None:
+    def allocate(chip: Chip) -> None:
+        """Ask for a chip, in the middle of what the driver does: there is nothing to wait for."""
+        request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
+        try:
+            request.send(None)
+        except StopIteration as answered:
+            (device,) = answered.value[0].devices
+            assert device.host_path == str(chip.device_node)
+            assert device.container_path == f"/dev/tenstorrent/{chip.ordinal}"
+            results.append("answered")
+        except ttdp.RequestError as error:
+            assert error.args[0] == grpc.StatusCode.FAILED_PRECONDITION
+            results.append("refused")
+
+    def allocate_each() -> None:
         for chip in chips:
             if is_scanning:
-                daemon.daemon.host.read_chips(is_poll=False)
-            request = daemon.daemon.sessions.allocator.allocate(N150, [[chip.bdf]])
-            try:
-                request.send(None)
-            except StopIteration as answered:
-                (device,) = answered.value[0].devices
-                assert device.host_path == str(chip.device_node)
-                assert device.container_path == f"/dev/tenstorrent/{chip.ordinal}"
-                results.append("answered")
-            except ttdp.RequestError as error:
-                assert error.args[0] == grpc.StatusCode.FAILED_PRECONDITION
-                results.append("refused")
+                daemon.host.read_chips(is_poll=False)
+            allocate(chip)
 
     settings = settings_of(node, directory, interval=3600)
     async with RunningDaemon(node, settings) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
-        node.on_step = allocate
+        await daemon.ready()
+
+        node.on_step = allocate_each
         for _ in range(3):
             node.swap_ordinals(chips[0].bdf, chips[1].bdf)
             await until(lambda: all(daemon.chip(c.bdf).is_present for c in chips))
         node.on_step = None
+
     assert {*results} == {"answered", "refused"}
 
 
@@ -191,7 +197,7 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It waits for a link while its resource ends."""
+    """It waits for a link while its resource ends; either it or the next one is granted."""
     monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
     chip, _ = node.chips
     daemon = await start(interval=5)
@@ -217,7 +223,7 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
 
     await kubelet.registered("example.org/n150")
     (new,) = set(plugin_sockets(directory)) - {old}
-    assert not (was_granted and await is_granted(new))
+    assert await is_granted(new) is not was_granted
 
 
 async def test_an_answer_has_the_settings_of_one_moment(
@@ -236,7 +242,7 @@ async def test_an_answer_has_the_settings_of_one_moment(
     admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
     await until(lambda: looks)
     daemon.reload(hugepages="none", device_list_strategy="cdi")
-    await until(lambda: daemon.daemon.host.settings.hugepages == "none")
+    await until(lambda: daemon.host.settings.hugepages == "none")
     link.rename(chip.by_pci)
     answer = await admission
 
@@ -305,6 +311,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
     handler = logging.StreamHandler(text)
     handler.addFilter(ttdp._shorten_garbage)
     logging.getLogger("grpc").addHandler(handler)
+
     try:
         async with grpc.aio.insecure_channel(f"unix:{directory / name}") as channel:
             call: Any = channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
@@ -312,6 +319,7 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
         assert len(text.getvalue().splitlines()) == 1 and "Traceback" not in text.getvalue()
 
         ttdp.log.addHandler(handler)
+
         with ttdp.log_and_continue("a test"):
             raise ValueError
         assert "Traceback" in text.getvalue()

@@ -114,7 +114,7 @@ def test_a_board_is_one_device_under_one_id() -> None:
 
 
 def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
-    """So is its completion."""
+    """Another line reports that it is complete; nothing is logged in between."""
     part, whole = decide([p300(1)], BOARD), decide([p300(1), p300(2)], BOARD)
     name = f"tenstorrent.com/p300-board {PAIR}"
 
@@ -146,9 +146,19 @@ def test_a_chip_whose_device_file_was_never_valid_is_a_line_of_the_log() -> None
         ([p300(1), p300(2, present=False)], f"{bdf(2)}: {gone(2)}"),
         ([p300(1, fault=Kind.STALLED)], f"{bdf(1)}: {ill(1)}"),
         ([p300(1, present=False), p300(2, present=False), p300(5), p300(6)], None),
+        ([p300(1), p300(2), p300(5, present=False), p300(6, present=False)], None),
         (tray(0x8, range(3, 9)), "only 6 of 8 chips found"),
     ],
-    ids=["never seen", "not known yet", "stalled", "gone", "alone", "moved", "a tray"],
+    ids=[
+        "never seen",
+        "not known yet",
+        "stalled",
+        "gone",
+        "alone",
+        "moved up",
+        "moved down",
+        "a tray",
+    ],
 )
 def test_a_board_is_as_healthy_as_its_chips(chips: list[Chip], reason: str | None) -> None:
     """A chip that was never seen makes it no smaller; one without a serial waits for it."""

@@ -21,7 +21,6 @@ from grpc.aio._server import Server
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from generated import deviceplugin_pb2_grpc as rpc
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
@@ -158,8 +157,8 @@ async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Polls and pauses are an hour long. One line reports that there is no inotify instance."""
-    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
-    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     if not has_inotify:  # there are 128 for each user, often used up on such nodes
         monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda flags: -1)
     daemon = await start(interval=3600)
@@ -184,8 +183,8 @@ async def test_thirty_restarts_leave_nothing_behind(
 
     Every other kubelet starts before the end of the former one has been noticed.
     """
-    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
-    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)  # nothing is open whose end is to be noticed
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr(ttdp, "STREAM_DELAY", 3600.0)  # nothing is open whose end is to be noticed
     daemon = await start(interval=3600)
     kubelet = kubelet_of(node, directory, version=version)
     before = (0, 0, 0)
@@ -194,6 +193,7 @@ async def test_thirty_restarts_leave_nothing_behind(
         await kubelet.start()
         await kubelet.registered(N150)
         await offers(kubelet, N150, node.chips[0].bdf)
+
         if number == 1:
             before = in_use()
         if number < 29:
@@ -218,12 +218,12 @@ async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
         if does == "replaces its socket":
             os.utime(kubelet.socket)
         else:
-            monkeypatch.setattr("ttdp.connection_error", connection_error)
+            monkeypatch.setattr(ttdp, "connection_error", connection_error)
             for name in plugin_sockets(kubelet.directory):
                 (kubelet.directory / name).unlink()
         return connection_error(path)
 
-    monkeypatch.setattr("ttdp.connection_error", comes_now)
+    monkeypatch.setattr(ttdp, "connection_error", comes_now)
 
     daemon = await start(interval=0.05, environ=WATCHDOG)
     await kubelet.registered(N150)
@@ -274,7 +274,7 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
     version: tuple[int, int],
 ) -> None:  # fmt: skip
     """The old stream ends first, else kubelets would forget the resource."""
-    monkeypatch.setattr("ttdp.LAST_GRACE", 3600.0)  # it is the daemon's end that leaves calls time
+    monkeypatch.setattr(ttdp, "LAST_GRACE", 3600.0)  # it is the daemon's end that leaves calls time
     daemon = await start(interval=3600)
 
     async with kubelet_of(node, directory, version=version) as kubelet:
@@ -295,7 +295,7 @@ async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
     start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next Register; also if a debugging tool has called what the kubelet calls."""
-    monkeypatch.setattr("ttdp.STREAM_DELAY", 1.0)
+    monkeypatch.setattr(ttdp, "STREAM_DELAY", 1.0)
     await start(interval=3600)
     await kubelet.registered(N150)
     async with tool(directory, asks_first=True):
@@ -357,8 +357,8 @@ async def test_pauses_are_short_again_after_a_registration_that_has_lasted(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve doublings would make the last pause three minutes long."""
-    monkeypatch.setattr("ttdp.BACKOFF", (0.05, 3600.0))
-    monkeypatch.setattr("ttdp.LASTING", 0.0)
+    monkeypatch.setattr(ttdp, "BACKOFF", (0.05, 3600.0))
+    monkeypatch.setattr(ttdp, "LASTING", 0.0)
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, times=12)
 
     await start(interval=3600)
@@ -371,7 +371,7 @@ async def test_an_event_in_the_directory_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Another plugin's socket does; the daemon's own sockets and the checkpoint do not."""
-    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
     node.add("p150a")
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=2)
     daemon = await start(interval=0.05, environ=WATCHDOG)
@@ -395,7 +395,7 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
 
     That Register ends at once, not after its time, when there is another kubelet.sock.
     """
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 3600.0)
+    monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", 3600.0)
     caplog.set_level("INFO")
     daemon = await start(interval=3600)
     await kubelet.registered(N150)
@@ -416,7 +416,7 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket refuses connections, closes them, or accepts them only; the state has which."""
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", 0.3)
     directory.mkdir()
     path = directory / "kubelet.sock"
     with socket.socket(socket.AF_UNIX) as dead:
@@ -430,14 +430,14 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
         await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
 
     path.unlink(missing_ok=True)
-    kubelet = kubelet_of(node, directory)
-    await kubelet.start(deaf=True)
-    await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        await until(lambda: state(daemon) == "kubelet did not answer Register within 0.3 s")
 
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
-    await kubelet.restart()
-    await kubelet.registered(N150)
-    await kubelet.stop()
+    monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", PATIENCE)
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
 
 
 async def test_a_kubelet_that_opens_no_stream_is_tried_again(
@@ -448,13 +448,13 @@ async def test_a_kubelet_that_opens_no_stream_is_tried_again(
     async def ignore(request: pb.RegisterRequest) -> None:
         pass
 
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", 0.3)
     with monkeypatch.context() as patch:
         patch.setattr(kubelet.manager.plugins, "register", ignore)
         daemon = await start(interval=3600)
         await until(lambda: state(daemon).startswith("kubelet accepted Register but opened no"))
 
-    monkeypatch.setattr("ttdp.REGISTER_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", PATIENCE)
     await kubelet.registered(N150)
 
 
@@ -462,7 +462,7 @@ async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
     start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket exists a moment before it accepts connections."""
-    monkeypatch.setattr("ttdp.BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
     connection_error = ttdp.connection_error
     listens = asyncio.Event()
     directory.mkdir()
@@ -476,7 +476,7 @@ async def test_a_kubelet_that_is_about_to_listen_is_not_taken_for_a_dead_one(
             listens.set()
             return number
 
-        monkeypatch.setattr("ttdp.connection_error", listens_afterwards)
+        monkeypatch.setattr(ttdp, "connection_error", listens_afterwards)
         await start(interval=3600)
         await listens.wait()
 
@@ -500,9 +500,11 @@ async def test_a_session_can_be_closed_at_any_moment(
         if moment == "while it ends":
             await kubelet.registered(N150)
             await kubelet.drop_streams()
+
         for _ in range(steps):
             await asyncio.sleep(0)
         await session.close()
+
         assert plugin_sockets(kubelet.directory) == []
         await until(lambda: not kubelet.manager.plugins.is_listed(N150))
 
@@ -533,8 +535,8 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
     kubelet: Kubelet, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other session of the resource follows, before which the kubelet must notice something."""
-    monkeypatch.setattr("ttdp.LAST_GRACE", PATIENCE)
-    monkeypatch.setattr("ttdp.STREAM_DELAY", 3600.0)
+    monkeypatch.setattr(ttdp, "LAST_GRACE", PATIENCE)
+    monkeypatch.setattr(ttdp, "STREAM_DELAY", 3600.0)
     is_called, may_answer = asyncio.Event(), asyncio.Event()
 
     async def allocate(*_: object) -> list[ttdp.Edits]:
@@ -543,10 +545,10 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
         return []
 
     monkeypatch.setattr(ttdp.Allocator, "allocate", allocate)
-    (socket_name,) = plugin_sockets(kubelet.directory)
-    async with grpc.aio.insecure_channel(f"unix:{kubelet.directory}/{socket_name}") as channel:
-        call = rpc.DevicePluginStub(channel).Allocate(pb.AllocateRequest())  # type: ignore[no-untyped-call]
+    async with client(kubelet.directory) as plugin:
+        call = plugin.Allocate(pb.AllocateRequest())
         await is_called.wait()
+
         closing = asyncio.create_task(session.session.close(is_exiting=True))
         await until(lambda: not plugin_sockets(kubelet.directory))
         may_answer.set()
@@ -560,7 +562,7 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Until there are some again."""
+    """It is registered as soon as there are descriptors again."""
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
@@ -592,10 +594,10 @@ async def test_the_status_follows_registrations_at_once(
     start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other event wakes the loop: the kubelet writes no checkpoint."""
-    monkeypatch.setattr("ttdp.ROUND", 3600.0)
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)
     kubelet.file.path = directory.with_name("elsewhere")
     daemon = await start(interval=3600)
-    await until(lambda: daemon.notified("READY=1"))
+    await daemon.ready()
 
     await kubelet.kill()
     await until(lambda: any("its socket refuses connections" in note for note in daemon.notes))
@@ -617,7 +619,7 @@ def test_names_of_sockets_fit_into_an_address_and_are_recognised(
     """
     name = "a.name_of-63-characters".ljust(63, "x")
     monkeypatch.setattr(os, "getpid", lambda: 4194304)
-    monkeypatch.setattr("ttdp._socket_numbers", itertools.count(99_998))
+    monkeypatch.setattr(ttdp, "_socket_numbers", itertools.count(99_998))
 
     names = [ttdp.new_socket_name(f"tenstorrent.com/{name}") for _ in range(3)]
 
@@ -657,7 +659,7 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
     version: tuple[int, int],
 ) -> None:  # fmt: skip
     """Two SIGHUPs in a row, or in one turn of the loop; also if the kubelet restarts meanwhile."""
-    monkeypatch.setattr("ttdp.ROUND", 3600.0)  # the end of the former session wakes the loop
+    monkeypatch.setattr(ttdp, "ROUND", 3600.0)  # the end of the former session wakes the loop
     (chip,) = node.add("p150a")
     async with kubelet_of(node, directory, version=version) as kubelet:
         daemon = await start(interval=3600)
@@ -750,6 +752,7 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
     await offers(kubelet, N150, "a", "b")
     session.turn("a", "b", checkpoint=3, has_others_ids=True)
+
     for number in range(20):  # the end of the registration would be noticed by then
         session.turn(f"{number}", checkpoint=3)
         await offers(kubelet, N150, f"{number}")

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import unshared
 from tests.world.processes import ROOT, wait_until
 
 WRAPPER = ROOT / "packaging/deb/tt-device-plugin"
@@ -310,25 +311,11 @@ def test_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
     assert second.startswith("tt-device-plugin: cannot extract the program: ")
 
 
-NAMESPACES = [["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]]
-
-
-@pytest.fixture(scope="module")
-def namespace() -> list[str]:
-    """Return a command that runs another in a mount namespace."""
-    for command in NAMESPACES if shutil.which("unshare") else ():
-        if not subprocess.run([*command, "true"], capture_output=True).returncode:
-            return command
-    pytest.skip("neither root nor allowed to make user namespaces: a mount is needed")
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [("size=4k", "No space left on device"), ("ro", "Read-only file system"), ("noexec", "noexec")],
 )
-def test_a_cache_that_cannot_be_written(
-    zipapp: Zipapp, namespace: list[str], options: str, reason: str
-) -> None:
+def test_a_cache_that_cannot_be_written(zipapp: Zipapp, options: str, reason: str) -> None:
     """73, after which systemd tries again: a full, read-only or noexec cache can be repaired.
 
     It leaves no file behind, and starts when the cache is well again.
@@ -337,21 +324,21 @@ def test_a_cache_that_cannot_be_written(
     mount = f"mount -t tmpfs -o {options} tmpfs {zipapp.root}"
     script = f'{mount}; "$@"; status=$?; [ -z "$(ls {zipapp.root})" ] || status=99; exit $status'
 
-    line = zipapp.error(NOT_EXTRACTED, within=[*namespace, "sh", "-c", script, "sh"])
+    line = zipapp.error(NOT_EXTRACTED, within=[*unshared("--mount"), "sh", "-c", script, "sh"])
 
     assert reason in line and str(zipapp.root) in line
     zipapp.answer()
 
 
 @pytest.mark.parametrize("option", ["ro", "noexec"])
-def test_a_cache_that_was_remounted(zipapp: Zipapp, namespace: list[str], option: str) -> None:
+def test_a_cache_that_was_remounted(zipapp: Zipapp, option: str) -> None:
     """From a read-only cache the program runs, even if its times have changed; from noexec not."""
     zipapp.answer()
     os.utime(zipapp.tree / "site-packages/program.py")
     # Only a mount can be remounted, and so the directory is mounted on itself.
     bind = f"mount --bind {zipapp.root} {zipapp.root}"
     script = f'{bind} && mount -o remount,bind,{option} {zipapp.root} && exec "$@"'
-    within = [*namespace, "sh", "-c", script, "sh"]
+    within = [*unshared("--mount"), "sh", "-c", script, "sh"]
 
     if option == "noexec":
         assert "mounted noexec" in zipapp.error(NOT_EXTRACTED, within)

@@ -156,15 +156,17 @@ async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
     service = await launch()
     await service.note("READY=1")
     valid = config.read_text()
+
     config.write_text('resource_naming = "size"\nlog_level = "debug"\n')
     await reload(service)
     rejected = "the configuration was rejected at the last reload"
     await service.status("1 × tenstorrent.com/p150", rejected, "resource_naming: 'size'")
+
     chip.vanish()
     await service.status("1 × tenstorrent.com/p150, 0 healthy", rejected)
+
     config.write_text(valid)
     await reload(service)
-
     assert rejected not in await service.status("1 × tenstorrent.com/p150, 0 healthy")
 
     await service.stop()
@@ -188,9 +190,11 @@ async def test_a_reload_at_any_moment_of_the_start_ends_nothing(
     node.add("n150")
     service = await launch()
     await until(lambda: handles_hup(service.pid))
+
     while "READY=1" not in service.heard:
         service.send(signal.SIGHUP)
         await asyncio.sleep(0.003)
+
     await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
     await end_without_traceback(service)
 
@@ -221,9 +225,7 @@ async def test_it_ends_while_containers_wait_for_a_chip(
     """SIGTERM during PreStartContainer: an error for the kubelet, which tries again."""
     node.add("n150")
     service = await launch()
-    await kubelet.registered(N150)
-    await kubelet.admit("first", "main", {N150: 1})
-    await kubelet.running("first", "main")
+    await kubelet.run_pod("first", N150)
     kubelet.force_delete("first")
     await kubelet.admit("second", "main", {N150: 1})
     await service.wait_for(lambda: any("start waits" in line for line in service.said), "the wait")

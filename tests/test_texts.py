@@ -15,8 +15,7 @@ import yaml
 import tests
 import ttdp
 from tests import chips as chips_module
-from tests.e2e.test_metrics import QUERIES
-from tests.e2e.test_repository import INSTALLATION, INSTALLATION_OF_COPY, URL
+from tests.documents import DEB, README, fenced
 from tests.world.processes import ROOT
 
 if sys.version_info >= (3, 11):
@@ -24,17 +23,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-DEB = ROOT / "packaging/deb"
-README = (ROOT / "README.md").read_text()
-MANY_NODES = (DEB / "many-nodes.md").read_text()
 PROSE = re.sub(r"(?ms)^```.*?^```$", "", README)
 KUBELETS = "kubelet k3s k3s-agent rke2-server rke2-agent k0sworker k0scontroller"
 KUBELETS += " snap.microk8s.daemon-kubelite"
-
-
-def fenced(language: str, text: str = README) -> list[str]:
-    """README's blocks of code in a language."""
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
 
 
 def configured(directory: Path, text: str) -> ttdp.Settings:
@@ -75,27 +66,11 @@ def test_readmes_first_pod_is_the_shipped_one() -> None:
 
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
     """Each of them, as a file of its own, changes something."""
-    for block in fenced("toml"):
+    blocks = fenced("toml")
+    assert len(blocks) > 1
+
+    for block in blocks:
         assert configured(tmp_path, block) != ttdp.Settings(), block
-
-
-def test_readme_queries_are_tested() -> None:
-    """Word for word, so that what is copied works."""
-    queries = {query.strip() for query in fenced("promql")}
-    assert queries and queries <= {query.strip() for query in QUERIES}
-
-
-def test_the_installation_on_many_nodes_is_tested() -> None:
-    """Its lines are the tests', with another address."""
-    blocks = fenced("console", MANY_NODES)
-    block, copied = (each for each in blocks if "sources.list.d" in each)
-    lines = [line.replace(" --yes", "") for line in INSTALLATION_OF_COPY]
-    assert copied.splitlines() == [f"# {line}" for line in lines]
-
-    served = re.search(r"(https://\S+)/tt-device-plugin.sources", block)
-    assert served
-    tested = [line.replace(URL, served[1]).replace(" --yes", "") for line in INSTALLATION]
-    assert block.splitlines() == [f"# {line}" for line in tested]
 
 
 def test_only_fix_resets_chips() -> None:
@@ -104,7 +79,7 @@ def test_only_fix_resets_chips() -> None:
     But there is a warning of tt-smi, and a transcript of fix.
     """
     texts = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    texts += [path for path in (ROOT / "packaging/deb").rglob("*") if path.is_file()]
+    texts += [path for path in DEB.rglob("*") if path.is_file()]
 
     found = []
     for path in texts:

@@ -7,7 +7,6 @@ two, and is cached.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -16,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e import vm
-from tests.e2e.container import CACHE, Missing, is_fresh, require, root_tree, unpack
+from tests.e2e.builds import CACHE, FRESH, cached, digest
+from tests.e2e.container import Missing, require, root_tree, unpack
 
 ARCHITECTURE = "arm64"
 
@@ -62,27 +62,23 @@ GUESTS = {
 
 def _system(suite: str, packages: str, kernel: str) -> Path:
     """Return a directory with root.tar, a root tree, and kernel; raises Missing."""
-    key = hashlib.sha256(repr((packages, kernel)).encode() + Path(__file__).read_bytes())
-    place = CACHE / f"{suite}-{ARCHITECTURE}-{key.hexdigest()[:12]}"
-    if is_fresh(place):
-        return place
 
-    installed = root_tree(suite, packages)
-    shutil.rmtree(place, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{suite}-{ARCHITECTURE}-") as directory:
-        work = Path(directory)
-        root, made = work / "root", work / "made"
-        unpack(installed, root)
-        names = [*_entries(root / "var/lib/dpkg/status")]
-        debs = _download(suite, names, kernel, work / "packages")
-        _become_arm64(root, debs)
+    def make(target: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+            work = Path(directory)
+            root = work / "root"
+            unpack(root_tree(suite, packages), root)
+            names = [*_entries(root / "var/lib/dpkg/status")]
+            debs = _download(suite, names, kernel, work / "packages")
+            _become_arm64(root, debs)
 
-        made.mkdir()
-        _extract_kernel(debs, kernel, made / "kernel")
-        tar = ["tar", "-C", str(root), "--numeric-owner", "-cf", str(made / "root.tar"), "."]
-        subprocess.run(tar, check=True)
-        made.rename(place)
-    return place
+            target.mkdir()
+            _extract_kernel(debs, kernel, target / "kernel")
+            tar = ["tar", "-C", str(root), "--numeric-owner", "-cf", f"{target}/root.tar", "."]
+            subprocess.run(tar, check=True)
+
+    key = digest(packages, kernel, Path(__file__).read_bytes())
+    return cached(f"{suite}-{ARCHITECTURE}-{key}", make, lasts=FRESH)
 
 
 def _download(suite: str, names: Sequence[str], kernel: str, into: Path) -> list[Path]:

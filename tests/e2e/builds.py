@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
+FRESH = 14 * 86400  # seconds for which a system of Debian's packages is used again
 
 # The kubelets that can be had: a Go module beside this file pins each of them.
 VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kubelet-*"))
@@ -52,24 +55,31 @@ def missing_tools() -> str | None:
     return "building the kubelet needs Go 1.21 or newer (golang-go of bookworm-backports)"
 
 
-def cached(name: str, make: Callable[[Path], object]) -> Path:
+def cached(name: str, make: Callable[[Path], object], *, lasts: float = math.inf) -> Path:
     """Return the cache's file or directory of this name.
 
-    If there is none, `make` makes it at the path that it is given. Test runs that want the same at
-    the same time wait for the first one, and none ever finds it half made.
+    If there is none, or if it was made more than `lasts` seconds ago, `make` makes it at the path
+    that it is given. Test runs that want the same at the same time wait for the first one, and none
+    ever finds it half made.
     """
-    target = CACHE / name
+    target, half = CACHE / name, CACHE / f"{name}.partial"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            half = CACHE / f"{name}.partial"
-            shutil.rmtree(half, ignore_errors=True)
-            half.unlink(missing_ok=True)
-
+        if not target.exists() or time.time() - target.stat().st_mtime > lasts:
+            _remove(half)
             make(half)
+            _remove(target)
             half.rename(target)
     return target
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def digest(*parts: object) -> str:

@@ -8,25 +8,22 @@ a loopback interface. Virtual machines (vm.py) have their root trees from here, 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
+from tests.e2e.builds import FRESH, cached, digest
 from tests.e2e.machine import remove_cgroups
 from tests.world.processes import wait_until
 
 C = TypeVar("C", bound="Container")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin/e2e"
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
-FRESH = 14 * 86400  # seconds for which a root tree is used again
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {
     "PATH": PATH,
@@ -84,28 +81,15 @@ def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     # A mirror can be older than the time for which its indexes are valid.
     arguments = ["--variant=minbase", f"--include={packages}"]
     arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
-    key = hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
-    tarball = CACHE / f"{suite}-{key}.tar"
-    if is_fresh(tarball):
-        return tarball
 
-    CACHE.mkdir(parents=True, exist_ok=True)
-    half = tarball.with_suffix(f".{os.getpid()}.tar")
-    made = subprocess.run(
-        ["mmdebstrap", "--quiet", *arguments, suite, str(half)], capture_output=True, text=True
-    )
-    if made.returncode:
-        half.unlink(missing_ok=True)
-        reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
-        raise Missing(f"no root tree of {suite}: {reason}")
+    def make(target: Path) -> None:
+        command = ["mmdebstrap", "--quiet", "--format=tar", *arguments, suite, str(target)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
+            raise Missing(f"no root tree of {suite}: {reason}")
 
-    half.rename(tarball)
-    return tarball
-
-
-def is_fresh(cached: Path) -> bool:
-    """Return whether something was made for the cache, and not so long ago that it is stale."""
-    return cached.exists() and time.time() - cached.stat().st_mtime < FRESH
+    return cached(f"{suite}-{digest(arguments)}.tar", make, lasts=FRESH)
 
 
 def unpack(tarball: Path, root: Path) -> None:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from tests import pythons
 from tests.e2e.container import Container
 from tests.e2e.remote_kubelet import RemoteKubelet
+from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
 
-UNIT = "tt-device-plugin"
 RESOURCE = "tenstorrent.com/n300"
 CARDS = ("n300", "n300", "n300", "n300", "p300c")
 PYZ = f"/usr/lib/{UNIT}/{UNIT}.pyz"

@@ -261,12 +261,12 @@ def _child_of(pid: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def tail(log: Path, lines: int = 40) -> str:
+def tail(log: Path) -> str:
     """Return the end of a log file, without the kubelet's notes of what this harness asked it."""
     if not log.exists():
         return "(no output)"
     said = log.read_text(errors="replace").splitlines()
-    return "\n".join([line for line in said if "httplog.go" not in line][-lines:])
+    return "\n".join([line for line in said if "httplog.go" not in line][-40:])
 
 
 def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:

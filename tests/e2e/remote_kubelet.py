@@ -29,7 +29,7 @@ class RemoteKubelet:
         sees it.
         """
         # Opened for reading and writing the FIFO has no end when its writers close it.
-        kubelet = f"exec /usr/bin/python3 -m tests.world.kubelet --json {plugins}"
+        kubelet = f"exec /usr/bin/python3 -m tests.world.kubelet {plugins}"
         return f"{kubelet} <>{directory}/commands >>{directory}/events"
 
     def tell(self, line: str) -> None:

@@ -3,6 +3,10 @@
 All cases run with one cluster and two, with node_exporter and the plugin's own port. Other nodes
 are healthy meanwhile, also one of the same name in the other cluster. honor_labels makes no
 difference, as test_dashboard.py shows. A series is written "name label=value label=value".
+
+A Case is a fault with its alert. All cases follow one another in one history of samples, of which
+promtool is asked in which minute which alerts fire: just before an alert is due, while it is, and
+after the fault.
 """
 
 from __future__ import annotations
@@ -17,17 +21,17 @@ import pytest
 import yaml
 
 import ttdp
+from tests.documents import DEB
 from tests.e2e.readers import assert_rules, labelled, promtool
 from tests.e2e.steps import JSON
-from tests.world.processes import ROOT
 
-FILES = [ROOT / f"packaging/deb/tt-device-plugin.{name}.yml" for name in ("rules", "idle-rules")]
+FILES = [DEB / f"tt-device-plugin.{name}.yml" for name in ("rules", "idle-rules")]
 GROUPS = [group for file in FILES for group in yaml.safe_load(file.read_text())["groups"]]
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 BEGIN = 10  # the minute of a case in which its fault begins
 
 Value = float | Callable[[int], float | None] | None  # at each minute of a case; None: no sample
-World = dict[str, Value]  # by series
+Samples = dict[str, Value]  # by series
 
 # --- A healthy node -------------------------------------------------------------------------------
 
@@ -57,28 +61,28 @@ REGISTERED = [f"tt_kubelet_registered resource={name}" for name in ("n150", "p30
 ERRORS = f"tt_device_pcie_errors_total device={P300} severity="
 
 
-def healthy(output: str, suffix: str = "") -> World:
+def healthy(output: str, suffix: str = "") -> Samples:
     """Return the series of a node at work; suffix: of its pods' names."""
-    world: World = {"up": 1, KUBELET: 1, DRIVER: 1, BOUND: 5, **dict.fromkeys(REGISTERED, 1)}
-    world["tt_plugin_info version=0.3.0"] = 1
+    samples: Samples = {"up": 1, KUBELET: 1, DRIVER: 1, BOUND: 5, **dict.fromkeys(REGISTERED, 1)}
+    samples["tt_plugin_info version=0.3.0"] = 1
 
     for chip, identity in CHIPS.items():
-        world[f"tt_device_info device={chip} excluded=false firmware=19.4.0.0 {identity}"] = 1
-        world[f"tt_device_power_watts device={chip}"] = 100
-        world[f"tt_device_open device={chip}"] = 1
-        world |= {f"tt_device_pcie_link_width{end} device={chip}": 16 for end in ("", "_max")}
+        samples[f"tt_device_info device={chip} excluded=false firmware=19.4.0.0 {identity}"] = 1
+        samples[f"tt_device_power_watts device={chip}"] = 100
+        samples[f"tt_device_open device={chip}"] = 1
+        samples |= {f"tt_device_pcie_link_width{end} device={chip}": 16 for end in ("", "_max")}
         for severity in ("correctable", "nonfatal", "fatal"):
-            world[f"{ERRORS.replace(P300, chip)}{severity}"] = 0
+            samples[f"{ERRORS.replace(P300, chip)}{severity}"] = 0
 
     for chip, holder in (*HOLDERS, *([(LAST, "default/far/main")] if suffix else [])):
         namespace, pod, container = holder.split("/")
         names = f"pod_namespace={namespace} pod_name={pod}{suffix} container_name={container}"
-        world[f"tt_device_allocated device={chip} {names}"] = 1
+        samples[f"tt_device_allocated device={chip} {names}"] = 1
 
     if output == "file":
-        world |= {MTIME: lambda minute: 60.0 * minute}
-        world["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 1e6
-    return world
+        samples |= {MTIME: lambda minute: 60.0 * minute}
+        samples["node_textfile_mtime_seconds file=/var/lib/other.prom"] = 1e6
+    return samples
 
 
 # --- Cases ----------------------------------------------------------------------------------------
@@ -87,7 +91,7 @@ def healthy(output: str, suffix: str = "") -> World:
 class Case(NamedTuple):
     """A fault, and the alert that it raises; none if there is no name."""
 
-    changes: World
+    changes: Samples
     alert: str = ""
     minutes: int = 60  # from the fault to the alert
     action: str = ""
@@ -105,7 +109,7 @@ COOLING = ("hot", "tripped")  # kinds of faults that no command helps
 KINDS = [*(each.value for each in ttdp.Kind), "new"]  # and one of a later version
 
 
-def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more: Any) -> Case:
+def of(chip: str, changes: Samples, alert: str, minutes: int, action: str, **more: Any) -> Case:
     """Return the case of a chip."""
     _, card, serial = (pair.split("=")[1] for pair in CHIPS[chip].split())
     users = f"; {USERS[chip]}" if chip in USERS else ""
@@ -114,7 +118,7 @@ def of(chip: str, changes: World, alert: str, minutes: int, action: str, **more:
     return Case(changes, f"Tenstorrent{alert}", minutes, action, description, labels, **more)
 
 
-def fault(kind: str, chip: str = P300, more: World | None = None) -> Case:
+def fault(kind: str, chip: str = P300, more: Samples | None = None) -> Case:
     """Return the case of a kind of fault; more: other changes."""
     alert, action = "DeviceUnhealthy", f"On this node, run: {ttdp.fix_command(chip)}"
     if kind in COOLING:
@@ -125,7 +129,7 @@ def fault(kind: str, chip: str = P300, more: World | None = None) -> Case:
 
 def idle(chip: str, pod: str, opened: Value = 0, **more: Any) -> Case:
     """Return the case of a pod that holds a chip; opened: how many processes have it open."""
-    changes: World = {f"tt_device_open device={chip}": opened}
+    changes: Samples = {f"tt_device_open device={chip}": opened}
     action = "Ask the pod's owner whether it still needs the chip"
     summary = f"default/{pod} holds a chip that no process has opened for an hour on {{instance}}"
     pod_labels = f"pod_namespace=default pod_name={pod} holder=default/{pod}"
@@ -140,9 +144,9 @@ def chip_cases() -> dict[str, Case]:
     """Return the cases of a chip's faults, and of its link."""
     stalled = fault("stalled", more={f"tt_device_open device={P300}": 0})
     gone = fault("gone", more={f"{ERRORS}fatal": lambda at: 1 if at == BEGIN else None})
-    narrow: World = {f"tt_device_pcie_link_width device={P300}": 4}
-    many: World = {f"{ERRORS}correctable": lambda at: 30 * (at + 1 - BEGIN)}
-    few: World = {f"{ERRORS}correctable": lambda at: at}
+    narrow: Samples = {f"tt_device_pcie_link_width device={P300}": 4}
+    many: Samples = {f"{ERRORS}correctable": lambda at: 30 * (at + 1 - BEGIN)}
+    few: Samples = {f"{ERRORS}correctable": lambda at: at}
     found = {kind: fault(kind) for kind in KINDS}
 
     found |= {
@@ -160,12 +164,12 @@ def chip_cases() -> dict[str, Case]:
     }
 
     for severities in (["nonfatal"], ["fatal"], ["nonfatal", "fatal"]):
-        errors: World = {f"{ERRORS}{severity}": 1 for severity in severities}
+        errors: Samples = {f"{ERRORS}{severity}": 1 for severity in severities}
         action = f"{RESEAT}; for AER messages, run: dmesg"
         case = of(P300, errors, "LinkErrors", 0, action, after=65)
         found[f"{' and '.join(severities)} errors"] = case
 
-    excluded: World = {
+    excluded: Samples = {
         f"tt_device_info device={EXCLUDED} excluded=true board=p300 card=p300c serial=": 1,
         f"tt_device_pcie_link_width device={EXCLUDED}": 4,
         f"tt_device_pcie_link_width_max device={EXCLUDED}": 16,
@@ -179,10 +183,10 @@ def chip_cases() -> dict[str, Case]:
 
 def driver_cases() -> dict[str, Case]:
     """Return the cases of a driver that is not there, or not bound."""
-    unloaded: World = {DRIVER: None, BOUND: None, UNBOUND: 5}
-    unbound: World = {f"tt_device_fault device={chip} kind=no_driver": 1 for chip in CHIPS}
-    unseen: World = {each: None for each in healthy("port") if each.startswith("tt_device_info")}
-    vfio: World = {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}
+    unloaded: Samples = {DRIVER: None, BOUND: None, UNBOUND: 5}
+    unbound: Samples = {f"tt_device_fault device={chip} kind=no_driver": 1 for chip in CHIPS}
+    unseen: Samples = {each: None for each in healthy("port") if each.startswith("tt_device_info")}
+    vfio: Samples = {UNBOUND: None, f"{UNBOUND}vfio-pci": 5}
 
     missing = Case(
         unloaded | unbound,
@@ -214,9 +218,9 @@ def driver_cases() -> dict[str, Case]:
 def node_cases(output: str) -> dict[str, Case]:
     """Return the cases of a node's services, and of two faults at the same time."""
     is_file = output == "file"
-    down: World = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
+    down: Samples = {**dict.fromkeys(healthy(output)), "up": 0, KUBELET: 1}
     probe = "job=blackbox instance=node-1"
-    node_down: World = down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}
+    node_down: Samples = down | {KUBELET: 0, f"up {probe}": 1, f"probe_success {probe}": 0}
 
     stopped = Case(
         {MTIME: 60.0 * BEGIN} if is_file else down,
@@ -249,7 +253,7 @@ def idle_cases() -> dict[str, Case]:
     elsewhere = fault("hot", N150)
     elsewhere = elsewhere._replace(description=f"{elsewhere.description}-elsewhere")
     no_pod, old_driver = f"tt_device_open device={LAST}", f"tt_device_open device={N150}"
-    at_times: World = {f"tt_device_open device={P300}": lambda at: at % 30 == 0}
+    at_times: Samples = {f"tt_device_open device={P300}": lambda at: at % 30 == 0}
     return {
         "idle": idle(N150, "train"),
         "idle, a fault elsewhere": idle(N150, "train", other=elsewhere),
@@ -269,7 +273,7 @@ def cases(output: str) -> dict[str, Case]:
 Place = tuple[str, str]  # cluster, "" for none, and node
 
 
-class Cell(NamedTuple):
+class Setup(NamedTuple):
     """One way to have the metrics in Prometheus."""
 
     clusters: Sequence[str]
@@ -297,15 +301,15 @@ class Cell(NamedTuple):
         assert not own.keys() & target.keys(), series
         return labelled(name, target | own)
 
-    def history(self, *windows: tuple[Case, Mapping[Place, World]]) -> list[dict[str, str]]:
+    def history(self, *windows: tuple[Case, Mapping[Place, Samples]]) -> list[dict[str, str]]:
         """Return the series of all nodes; windows: a case's times, and changes by place."""
         found = []
         for place in self.places:
-            world = healthy(self.output, "" if place == self.places[0] else "-elsewhere")
+            samples = healthy(self.output, "" if place == self.places[0] else "-elsewhere")
             changes = [(case, changed.get(place, {})) for case, changed in windows]
 
-            for series in world | {key: None for _, change in changes for key in change}:
-                usual, values = world.get(series), []
+            for series in samples | {key: None for _, change in changes for key in change}:
+                usual, values = samples.get(series), []
                 for case, change in changes:
                     during = [change.get(series, usual)] * (case.minutes + case.lasts)
                     each = enumerate([*[usual] * BEGIN, *during, *[usual] * case.after])
@@ -370,9 +374,9 @@ def test_each_fault_raises_one_alert(tmp_path: Path, clusters: Sequence[str], ou
 
     The power of a chip is divided among its pods.
     """
-    cell = Cell(clusters, output)
-    here, there = cell.places[0], cell.places[len(cell.places) // 2]
-    windows: list[tuple[Case, dict[Place, World]]] = []
+    setup = Setup(clusters, output)
+    here, there = setup.places[0], setup.places[len(setup.places) // 2]
+    windows: list[tuple[Case, dict[Place, Samples]]] = []
     queries, rules = [*powers(here[0])], []
 
     start = 0
@@ -380,14 +384,14 @@ def test_each_fault_raises_one_alert(tmp_path: Path, clusters: Sequence[str], ou
         print(f"{start // 60}h{start % 60}m: {name}")  # to find the case of a failure
         other = case.other or Case({})
         faults = [(here, case), (here if case.is_beside else there, other)]
-        changes: dict[Place, World] = {}
+        changes: dict[Place, Samples] = {}
         for place, each in faults:
             changes.setdefault(place, {}).update(each.changes)
         windows.append((case, changes))
 
         fires = start + BEGIN + case.minutes
         end = fires + case.lasts
-        alerts = [cell.alert(each, place) for place, each in faults if each.alert]
+        alerts = [setup.alert(each, place) for place, each in faults if each.alert]
         expected = {fires: alerts, end - 1: alerts, end + case.after - 1: []}
         # Of two faults, one can have its alert before the other.
         if case.other is None:
@@ -399,7 +403,7 @@ def test_each_fault_raises_one_alert(tmp_path: Path, clusters: Sequence[str], ou
         start = end + case.after
 
     test = {"promql_expr_test": queries, "alert_rule_test": rules}
-    test["input_series"] = cell.history(*windows)
+    test["input_series"] = setup.history(*windows)
     assert_rules(tmp_path / "test.yml", test, FILES)
 
 
@@ -414,7 +418,7 @@ def test_the_rules_fit_the_program() -> None:
 
 def test_the_alert_on_idle_chips_is_off_by_default() -> None:
     """It is in the file that the example configuration does not load."""
-    config = yaml.safe_load((ROOT / "packaging/deb/tt-device-plugin.prometheus.yml").read_text())
+    config = yaml.safe_load((DEB / "tt-device-plugin.prometheus.yml").read_text())
     assert config["rule_files"] == [FILES[0].name]
     assert "TenstorrentDeviceIdle" not in FILES[0].read_text()
 

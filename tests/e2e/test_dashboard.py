@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 import ttdp
+from tests.documents import DEB
 from tests.e2e.readers import promtool
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
@@ -31,7 +32,6 @@ from tests.world.processes import ROOT, until, wait_until
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
 
-DEB = ROOT / "packaging/deb"
 RULES, IDLE = DEB / "tt-device-plugin.rules.yml", DEB / "tt-device-plugin.idle-rules.yml"
 BOARD = json.loads((DEB / "tt-device-plugin.dashboard.json").read_text())
 PANELS = {panel["title"]: panel for panel in BOARD["panels"] if panel["type"] != "row"}

@@ -52,7 +52,7 @@ def test_the_kernel_takes_each_step(steps: Steps, name: str, step: str) -> None:
 
 
 def test_the_kernel_refuses_to_bind_what_is_kept_for_another_driver(steps: Steps) -> None:
-    """Which `fix` clears first."""
+    """So `fix` clears driver_override first, and says so."""
     found = steps["kept for another driver"]
     assert "error" in found["broken"]  # ENODEV, for which dash has no name
     assert "driver_override keeps it for vfio-pci, and is cleared first" in found["said"]

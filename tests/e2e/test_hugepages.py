@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.builds import CACHE, VERSIONS
 from tests.e2e.node import NodePod
-from tests.e2e.ward import HOLD, ONE, Ward, holding
+from tests.e2e.watchednode import HOLD, ONE, WatchedNode, holding
 from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
@@ -32,7 +32,7 @@ like_umd page {INSIDE}/tenstorrent &
 FIRST_PAGE = ["clean page", "page is mapped"]  # what that writes if there are no files
 
 
-class Pages(Ward):
+class HugepagesNode(WatchedNode):
     """A node with two cards and a hugetlbfs, and pods that map a page of it."""
 
     def create(self, *_: Any, **others: Any) -> NodePod:
@@ -89,62 +89,62 @@ def reserved(count: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pages_ward(tools: None) -> Iterator[Pages]:
+def pages_node(tools: None) -> Iterator[HugepagesNode]:
     """A node with the oldest kubelet; test_cgroup2.py has the newest."""
     # Before the kubelet starts: it counts them only then.
-    with reserved(PAGES), Pages(VERSIONS[0]) as running:
+    with reserved(PAGES), HugepagesNode(VERSIONS[0]) as running:
         yield running
 
 
 @pytest.fixture
-def ward(pages_ward: Pages) -> Iterator[Pages]:
-    with pages_ward.for_one_test() as ward:
-        ward.serve()
-        yield ward
+def node(pages_node: HugepagesNode) -> Iterator[HugepagesNode]:
+    with pages_node.for_one_test() as node:
+        node.serve()
+        yield node
 
 
-def test_a_killed_pods_page_returns_to_the_node(ward: Pages) -> None:
+def test_a_killed_pods_page_returns_to_the_node(node: HugepagesNode) -> None:
     """Within a minute of its end, without a successor; the pod was killed with the page mapped."""
-    pod = ward.create(stubborn=True)
+    pod = node.create(stubborn=True)
     assert wait_pages(pod) == FIRST_PAGE
-    assert ward.free() == PAGES - 1
+    assert node.free() == PAGES - 1
 
     pod.force_delete()
     pod.wait_ended()
 
-    wait_until(lambda: ward.free() == PAGES, lambda: f"{PAGES} free pages, not {ward.free()}")
+    wait_until(lambda: node.free() == PAGES, lambda: f"{PAGES} free pages, not {node.free()}")
 
 
-def test_a_killed_pods_successor_finds_no_page(ward: Pages) -> None:
+def test_a_killed_pods_successor_finds_no_page(node: HugepagesNode) -> None:
     """Its container starts after the former pod's last process, with an empty directory."""
-    others = [ward.add(holding(ONE)) for _ in range(3)]
-    ward.wait_holds(*others)
-    former = ward.create(stubborn=True)
+    others = [node.add(holding(ONE)) for _ in range(3)]
+    node.wait_holds(*others)
+    former = node.create(stubborn=True)
     wait_pages(former)
 
     former.force_delete()
-    successor = ward.create()
+    successor = node.create()
 
     assert wait_pages(successor) == FIRST_PAGE
-    assert ward.free() == PAGES - 1
-    assert all(map(ward.opened, others))
+    assert node.free() == PAGES - 1
+    assert all(map(node.opened, others))
 
 
-def test_a_reboot(ward: Pages) -> None:
+def test_a_reboot(node: HugepagesNode) -> None:
     """The directory is there again when the container starts, and empty."""
-    pod = ward.create(user=1000)
+    pod = node.create(user=1000)
     assert wait_pages(pod) == FIRST_PAGE
 
-    ward.reboot()
+    node.reboot()
 
     assert wait_pages(pod, starts=2) == [*FIRST_PAGE, *FIRST_PAGE]
 
 
 @pytest.mark.parametrize("kind", ["emptyDir", "hostPath"])
-def test_a_pods_own_volume_wins(ward: Pages, kind: str) -> None:
+def test_a_pods_own_volume_wins(node: HugepagesNode, kind: str) -> None:
     """A pod that mounts something at that path itself has that, and the daemon's stays empty."""
-    ward.hugetlbfs("of-the-pod").mkdir()
-    host = f"{ward.cards.root}/dev/hugepages/of-the-pod"
+    node.hugetlbfs("of-the-pod").mkdir()
+    host = f"{node.cards.root}/dev/hugepages/of-the-pod"
     volume = {"emptyDir": {"medium": "HugePages"}, "hostPath": {"path": host}}[kind]
 
     manifest = holding(ONE, script=PAGE)
@@ -155,10 +155,10 @@ def test_a_pods_own_volume_wins(ward: Pages, kind: str) -> None:
         for wanted in main["resources"].values():
             wanted |= {"hugepages-2Mi": "4Mi", "memory": "64Mi"}
 
-    pod = ward.add(manifest)
+    pod = node.add(manifest)
 
     assert wait_pages(pod) == FIRST_PAGE
-    (directory,) = ward.hugetlbfs("tt-device-plugin").iterdir()
+    (directory,) = node.hugetlbfs("tt-device-plugin").iterdir()
     assert [*directory.iterdir()] == []
-    theirs = [each.name for each in ward.hugetlbfs("of-the-pod").iterdir()]
+    theirs = [each.name for each in node.hugetlbfs("of-the-pod").iterdir()]
     assert theirs == ([] if kind == "emptyDir" else ["tenstorrent"])

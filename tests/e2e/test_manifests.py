@@ -17,15 +17,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.documents import DEB, fenced
 from tests.e2e.builds import VERSIONS
 from tests.e2e.node import Node
 from tests.e2e.pods import IMAGE
 from tests.e2e.readers import kustomized
 from tests.e2e.steps import JSON
-from tests.test_texts import fenced
-from tests.world.processes import ROOT, wait_until
+from tests.world.processes import wait_until
 
-DEB = ROOT / "packaging/deb"
 PODS = DEB / "pods"
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 BOARDS = 'unit = "board"\n'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import fenced
 from tests.e2e.daemon import Site
 from tests.e2e.readers import assert_rules, labelled
 from tests.world.processes import wait_until
@@ -67,16 +68,6 @@ def test_node_exporter_shows_the_whole_file(host: Site) -> None:
     assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
 
 
-QUERIES = [
-    """
-count by (cluster, board) (
-  tt_device_info{resource!=""} and on (cluster, instance, device) tt_device_healthy == 1
-  unless on (cluster, instance, device) tt_device_allocated
-)
-"""
-]
-
-
 N300, P150 = "n300", "p150"
 CHIPS = (  # cluster and device; board and resource; in 30 minutes, healthy; pod
     ("east", "0000:01:00.0", N300, f"tenstorrent.com/{N300}", "1x30", ""),
@@ -94,7 +85,7 @@ FREE = {  # by minute; by cluster and board
 }
 
 
-def test_the_query_for_free_chips(tmp_path: Path) -> None:
+def test_readmes_query_for_free_chips(tmp_path: Path) -> None:
     """It counts by board and cluster, in two clusters with the same nodes and addresses."""
     series: dict[str, str] = {}
     for cluster, device, board, resource, healthy, pod in CHIPS:
@@ -105,13 +96,14 @@ def test_the_query_for_free_chips(tmp_path: Path) -> None:
         if pod:
             series[labelled("tt_device_allocated", {"pod_name": pod, **place})] = "1x30"
 
+    (query,) = fenced("promql")
     expected = []
     for minute, free in FREE.items():
         samples = [
             {"labels": labelled("", {"cluster": cluster, "board": board}), "value": count}
             for (cluster, board), count in free.items()
         ]
-        test = {"expr": QUERIES[0], "eval_time": f"{minute}m", "exp_samples": samples}
+        test = {"expr": query, "eval_time": f"{minute}m", "exp_samples": samples}
         expected.append(test)
 
     input_series = [{"series": name, "values": values} for name, values in series.items()]

@@ -24,8 +24,9 @@ import ttdp
 from tests.e2e.apiserver import PORT, ApiServer
 from tests.e2e.conftest import Told
 from tests.e2e.container import Container, require_root
-from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
+from tests.e2e.host import CONFIG, CONFIGURATION
 from tests.e2e.machine import in_network
+from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
 

@@ -21,13 +21,13 @@ from tests.e2e.builds import VERSIONS
 from tests.e2e.conftest import Told
 from tests.e2e.node import NodePod
 from tests.e2e.steps import JSON
-from tests.e2e.ward import (
+from tests.e2e.watchednode import (
     CARDS,
     ELSEWHERE,
     ONE,
     RESOURCES,
     SHARED,
-    Ward,
+    WatchedNode,
     holding,
 )
 from tests.world.processes import wait_until
@@ -39,58 +39,58 @@ HEARD_OF_ALL = "SyncLoop (housekeeping) end"  # in the kubelet's: all pods were 
 
 
 @pytest.fixture(scope="module")
-def wards(tools: None) -> Iterator[Mapping[str, Ward]]:
+def nodes(tools: None) -> Iterator[Mapping[str, WatchedNode]]:
     with contextlib.ExitStack() as stack:
-        yield {version: stack.enter_context(Ward(version)) for version in VERSIONS}
+        yield {version: stack.enter_context(WatchedNode(version)) for version in VERSIONS}
 
 
 @pytest.fixture(params=VERSIONS)
-def ward(request: pytest.FixtureRequest, wards: Mapping[str, Ward]) -> Iterator[Ward]:
+def node(request: pytest.FixtureRequest, nodes: Mapping[str, WatchedNode]) -> Iterator[WatchedNode]:
     """Return a node with a kubelet and two p300c, four chips; no two pods may share one."""
-    with wards[request.param].for_one_test() as ward:
-        yield ward
+    with nodes[request.param].for_one_test() as node:
+        yield node
 
 
 @pytest.fixture
-def aligned(tools: None) -> Iterator[Ward]:
+def aligned(tools: None) -> Iterator[WatchedNode]:
     """Return such a node with the last kubelet, under a Topology Manager policy."""
-    with Ward(VERSIONS[-1], "best-effort") as running, running.for_one_test() as ward:
-        yield ward
+    with WatchedNode(VERSIONS[-1], "best-effort") as running, running.for_one_test() as node:
+        yield node
 
 
 # --- Ends -----------------------------------------------------------------------------------------
 
 
-def test_a_pod_that_is_deleted_by_force_and_runs_on(ward: Ward, told: Told) -> None:
+def test_a_pod_that_is_deleted_by_force_and_runs_on(node: WatchedNode, told: Told) -> None:
     """The next container starts after its last process has ended."""
-    ward.serve()
-    others = [ward.started(ONE) for _ in range(3)]
-    first = ward.started(ONE, stubborn=True)
+    node.serve()
+    others = [node.started(ONE) for _ in range(3)]
+    first = node.started(ONE, stubborn=True)
 
     first.force_delete()
     wait_until(first.is_forgotten, "the kubelet to forget it")
-    second = ward.create(ONE)
-    wait_until(lambda: ward.waits() > 0, second.why)
+    second = node.create(ONE)
+    wait_until(lambda: node.waits() > 0, second.why)
 
     # The start has to be later than each moment at which there was a process.
     last_seen = 0.0
-    while ward.machine.pod_processes(first.uid):
+    while node.machine.pod_processes(first.uid):
         last_seen = time.monotonic()
         time.sleep(0.01)
     ended = time.monotonic()
 
-    ward.wait_holds(second)
-    started = ward.started_at(second)
-    told(f"kubelet {ward.version}: started {started - ended:.2f} s after the last process")
+    node.wait_holds(second)
+    started = node.started_at(second)
+    told(f"kubelet {node.version}: started {started - ended:.2f} s after the last process")
     assert started > last_seen > 0
     (state,) = second.status["containerStatuses"]
-    assert state["restartCount"] == 0 and all(map(ward.opened, others))
+    assert state["restartCount"] == 0 and all(map(node.opened, others))
 
 
-def test_hand_overs_on_a_full_node_do_not_wait(ward: Ward, told: Told) -> None:
+def test_hand_overs_on_a_full_node_do_not_wait(node: WatchedNode, told: Told) -> None:
     """Jobs end and pods are deleted in an orderly manner, and the next ones start at once."""
-    ward.serve()
-    pods = [ward.started(ONE, once=True) for _ in range(4)]
+    node.serve()
+    pods = [node.started(ONE, once=True) for _ in range(4)]
 
     slowest = 0.0
     for number in range(HAND_OVERS):
@@ -98,73 +98,75 @@ def test_hand_overs_on_a_full_node_do_not_wait(ward: Ward, told: Told) -> None:
         if number % 2:
             former.delete()
         else:
-            ward.signal(former, signal.SIGUSR1)
+            node.signal(former, signal.SIGUSR1)
         former.wait_finished()
 
         since = time.monotonic()
-        pods.append(ward.started(ONE, once=True))
+        pods.append(node.started(ONE, once=True))
         slowest = max(slowest, time.monotonic() - since)
 
-    waits = ward.waits()
-    told(f"kubelet {ward.version}: {HAND_OVERS} hand-overs, {waits} waits, slowest {slowest:.1f} s")
+    waits = node.waits()
+    told(f"kubelet {node.version}: {HAND_OVERS} hand-overs, {waits} waits, slowest {slowest:.1f} s")
     assert waits == 0
 
 
-def test_a_kubelet_that_starts_without_its_checkpoint(ward: Ward, told: Told) -> None:
+def test_a_kubelet_that_starts_without_its_checkpoint(node: WatchedNode, told: Told) -> None:
     """No running pod is killed, and the next pod gets the one chip that no pod holds."""
-    ward.cards.add("p300c")
-    ward.serve()
-    pods = [ward.started(ONE) for _ in range(6)]
-    before = [ward.opened(pod) for pod in pods]
-    processes = {each.host_pid for each in ward.openers.now}
+    node.cards.add("p300c")
+    node.serve()
+    pods = [node.started(ONE) for _ in range(6)]
+    before = [node.opened(pod) for pod in pods]
+    processes = {each.host_pid for each in node.openers.now}
 
-    ward.kubelet.crash(lose_checkpoint=True)
-    ward.wait_offered("")
-    ward.kubelet.wait_logged(HEARD_OF_ALL)
+    node.kubelet.crash(lose_checkpoint=True)
+    node.wait_offered("")
+    node.kubelet.wait_logged(HEARD_OF_ALL)
 
     # The last container's shell can have started its sleep meanwhile, which inherits what is open.
-    assert processes <= {each.host_pid for each in ward.openers.now}
-    assert [ward.opened(pod) for pod in pods] == before
+    assert processes <= {each.host_pid for each in node.openers.now}
+    assert [node.opened(pod) for pod in pods] == before
     refused = [pod for pod in pods if pod.refusal()]
-    told(f"kubelet {ward.version}: 6 pods run, {len(refused)} refused, 0 killed")
+    told(f"kubelet {node.version}: 6 pods run, {len(refused)} refused, 0 killed")
     assert not refused
 
     pods[3].delete()
     pods[3].wait_finished()
-    assert ward.opened(ward.started(ONE)) == before[3]  # of six that the kubelet takes for free
+    assert node.opened(node.started(ONE)) == before[3]  # of six that the kubelet takes for free
 
 
 # --- Reboots and restarts -------------------------------------------------------------------------
 
 
-def test_what_crashes_a_kubelet(aligned: Ward, told: Told) -> None:
+def test_what_crashes_a_kubelet(aligned: WatchedNode, told: Told) -> None:
     """Kubelets 1.35 to 1.37 die of a pod's ID that is not listed; none does, whatever changes."""
-    ward = aligned
-    ward.serve()
-    pods = [ward.started(ONE) for _ in range(3)]
-    held = ward.held(*pods)
+    node = aligned
+    node.serve()
+    pods = [node.started(ONE) for _ in range(3)]
+    held = node.held(*pods)
 
     for config in (ELSEWHERE, SHARED):
-        ward.reconfigure(config)
-        ward.wait_offered(config, held)
+        node.reconfigure(config)
+        node.wait_offered(config, held)
         for _ in range(3):
-            ward.kubelet.crash()
-            ward.wait_offered(config, held)
-            assert all(map(ward.opened, pods))
-        ward.crash(pods[0])
+            node.kubelet.crash()
+            node.wait_offered(config, held)
+            assert all(map(node.opened, pods))
+
+        node.crash(pods[0])
         pods.append(pods.pop(0))  # a second crash would be backed off from
 
-    missing = next(iter(ward.opened(pods[0])))
-    ward.reboot(while_off=ward.cards.chip(missing).vanish)
-    ward.wait_holds(*pods[1:])
-    ward.kubelet.crash()
-    assert all(map(ward.opened, pods[1:])) and not ward.opened(pods[0])
-    told(f"kubelet {ward.version} came up 8 times")
+    missing = next(iter(node.opened(pods[0])))
+    node.reboot(while_off=node.cards.chip(missing).vanish)
+    node.wait_holds(*pods[1:])
+    node.kubelet.crash()
+
+    assert all(map(node.opened, pods[1:])) and not node.opened(pods[0])
+    told(f"kubelet {node.version} came up 8 times")
 
 
 # --- Anything, in any order -----------------------------------------------------------------------
 
-WEIGHTS = {  # how often the methods of Steps are taken
+WEIGHTS = {  # how often the methods of RandomSteps are taken
     "create": 8,
     "create_with_init": 3,
     "delete": 4,
@@ -180,11 +182,11 @@ WEIGHTS = {  # how often the methods of Steps are taken
 }
 
 
-class Steps:
+class RandomSteps:
     """Steps at random, decided by what was done and never by what has come of it."""
 
-    def __init__(self, ward: Ward, seed: int) -> None:
-        self.ward = ward
+    def __init__(self, node: WatchedNode, seed: int) -> None:
+        self.node = node
         self.done: list[str] = []
         self._random = random.Random(seed)
         self._config = ""
@@ -196,7 +198,7 @@ class Steps:
         (name,) = self._random.choices([*WEIGHTS], [*WEIGHTS.values()])
         self.done.append(name)
         getattr(self, name)()
-        self.ward.assert_apart()
+        self.node.assert_apart()
 
     def finish(self) -> None:
         """Delete everything: all chips are offered again, and a pod gets them."""
@@ -205,26 +207,26 @@ class Steps:
         for pod in self._all:
             pod.wait_ended()
 
-        self.ward.reconfigure(CARDS)
-        self.ward.wait_offered(CARDS)
-        last = self.ward.started({RESOURCES[CARDS]: 4})
-        wait_until(lambda: len(self.ward.opened(last)) == 4, "all chips to be in use")
+        self.node.reconfigure(CARDS)
+        self.node.wait_offered(CARDS)
+        last = self.node.started({RESOURCES[CARDS]: 4})
+        wait_until(lambda: len(self.node.opened(last)) == 4, "all chips to be in use")
 
     def summary(self) -> str:
-        waited = self.ward.waits()
+        waited = self.node.waits()
         ran = f"of {len(self._all)} pods {self._ran} ran, {waited} of them after another's end"
-        return f"{ran}; 0 violations in {self.ward.openers.looks} looks"
+        return f"{ran}; 0 violations in {self.node.openers.looks} looks"
 
     # Pods
 
     def _create(self, manifest: JSON, *, static: bool = False) -> bool:
         """Create a pod, and wait until it runs or is refused; return whether it runs."""
-        pod = self.ward.add(manifest, static=static)
+        pod = self.node.add(manifest, static=static)
         self._pods.append(pod)
         self._all.append(pod)
 
-        wait_until(lambda: self.ward.opened(pod) or pod.refusal(), pod.why)
-        runs = bool(self.ward.opened(pod))
+        wait_until(lambda: self.node.opened(pod) or pod.refusal(), pod.why)
+        runs = bool(self.node.opened(pod))
         self._ran += runs
         return runs
 
@@ -268,52 +270,52 @@ class Steps:
 
     def crash(self) -> None:
         if pod := self._any_pod():
-            self.ward.signal(pod, signal.SIGKILL)
+            self.node.signal(pod, signal.SIGKILL)
 
     def complete(self) -> None:
         if pod := self._any_pod():
-            self.ward.signal(pod, signal.SIGUSR1)
+            self.node.signal(pod, signal.SIGUSR1)
 
     # The node
 
     def reconfigure(self) -> None:
         self._config = self._random.choice([*RESOURCES])
-        self.ward.reconfigure(self._config)
+        self.node.reconfigure(self._config)
 
     def restart_kubelet(self) -> None:
-        self.ward.kubelet.crash()
+        self.node.kubelet.crash()
 
     def lose_checkpoint(self) -> None:
-        self.ward.kubelet.crash(lose_checkpoint=True)
+        self.node.kubelet.crash(lose_checkpoint=True)
 
     def restart_kubelet_alone(self) -> None:
         """Restart it while the API server is away, and delete a pod meanwhile."""
-        assert self.ward.api is not None
-        self.ward.kubelet.kill()
-        self.ward.api.close()
-        self.ward.kubelet.start()
+        assert self.node.api is not None
+        self.node.kubelet.kill()
+        self.node.api.close()
+        self.node.kubelet.start()
         if pod := self._any_pod():
             self._pods.remove(pod)
             pod.force_delete()
-        self.ward.api.serve(self.ward.machine.listen)
+        self.node.api.serve(self.node.machine.listen)
 
     def kill_daemon(self) -> None:
         """Kill it, and start it with another configuration."""
-        self.ward.daemon.kill()
+        self.node.daemon.kill()
         self._config = self._random.choice([*RESOURCES])
-        self.ward.configure(self._config)
-        self.ward.daemon.start()
+        self.node.configure(self._config)
+        self.node.daemon.start()
 
     def cut_power(self) -> None:
         """Cut the power, and find two chips with exchanged numbers."""
-        pair = self._random.sample([chip.bdf for chip in self.ward.cards.chips], 2)
-        self.ward.reboot(while_off=partial(self.ward.cards.swap_ordinals, *pair))
+        pair = self._random.sample([chip.bdf for chip in self.node.cards.chips], 2)
+        self.node.reboot(while_off=partial(self.node.cards.swap_ordinals, *pair))
 
 
-def test_any_sequence(ward: Ward, told: Told) -> None:
+def test_any_sequence(node: WatchedNode, told: Told) -> None:
     """OWNERSHIP_STEPS random steps, from OWNERSHIP_SEED: no two pods have one device file open."""
-    ward.serve()
-    sequence = Steps(ward, SEED)
+    node.serve()
+    sequence = RandomSteps(node, SEED)
     print(f"OWNERSHIP_SEED={SEED}")
     try:
         for _ in range(STEPS):
@@ -321,4 +323,4 @@ def test_any_sequence(ward: Ward, told: Told) -> None:
         sequence.finish()
     finally:
         print(" ".join(sequence.done))
-    told(f"kubelet {ward.version}: {STEPS} steps of seed {SEED}: {sequence.summary()}")
+    told(f"kubelet {node.version}: {STEPS} steps of seed {SEED}: {sequence.summary()}")

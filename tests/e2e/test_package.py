@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e import probe
 from tests.e2e.conftest import Told
 from tests.e2e.host import (
@@ -31,10 +32,10 @@ from tests.e2e.host import (
     NEXT,
     PYZ,
     RESOURCE,
-    UNIT,
     Host,
     Packages,
 )
+from tests.e2e.steps import UNIT
 from tests.world.processes import ROOT, wait_until
 
 SUITES = ("bookworm", "trixie")
@@ -46,7 +47,7 @@ WRITTEN = (
     "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
 )
 BAD = 'log_level = "loud"\n'
-MANUAL = (ROOT / "packaging/deb/tt-device-plugin.8").read_text()
+MANUAL = (DEB / "tt-device-plugin.8").read_text()
 # Seconds within which even a busy machine does things without delay. `make bench` measures them.
 AT_ONCE = 5.0
 GET = """
@@ -116,7 +117,7 @@ def test_the_program_is_extracted_by_the_installation(host: Host, told: Told) ->
 
 
 def test_the_documents_have_the_names_that_the_man_page_gives(deb: Path) -> None:
-    """Uncompressed, however long they get."""
+    """None of them is compressed by debhelper, however long it gets."""
     named = re.findall(r"(?m)^\.It Pa (/usr/share/doc/\S+)$", MANUAL)
     assert len(named) > 4
 
@@ -400,6 +401,7 @@ def test_the_socket_for_metrics(host: Host) -> None:
     try:
         assert not answers()
         host.systemctl("enable", socket)
+
         # systemd's own limit is five starts in ten seconds.
         for command in ("stop", "start") * 6:
             host.systemctl(command, UNIT)
@@ -408,6 +410,7 @@ def test_the_socket_for_metrics(host: Host) -> None:
         opened = host.moment("ActiveEnter", socket)
         host.systemctl("restart", UNIT)
         become("active", "active")
+
         host.systemctl("kill", "--signal=KILL", UNIT)
         wait_until(answers, "an answer after kill -9")
         assert host.moment("ActiveEnter", socket) == opened
@@ -477,9 +480,11 @@ def test_boot_with_the_kubelet(host: Host, late: bool, told: Told) -> None:
     began = host.kubelet.event("started", since)["at"]
     registered = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - began
     assert first["healthy"] == 4 and registered < AT_ONCE, first
+
     assert admit_pod(host) == held
     early = host.moment("ExecMainStart", "kubelet") - host.moment("ActiveEnter")
     assert early >= 0
+
     told(
         f"up in {up:.1f} s; READY {ms(early)} before the kubelet starts; registered "
         f"{ms(registered)} after its socket; the pod has {held[0]} again"
@@ -521,9 +526,11 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
     host.write(CONFIG, BAD + CONFIGURATION)
 
     done = host.run("apt-get", "install", "--yes", host.packages.following)
+
     output = done.stdout + done.stderr
     assert done.returncode == 100 and "run: dpkg --configure -a" in output, output
     [line] = [each for each in output.splitlines() if f"{CONFIG}: log_level" in each]
+
     # Unpacked, but only half configured.
     assert host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT) == "iF "
     assert host.property("MainPID") == pid and not host.kubelet.events("ended", since)
@@ -592,6 +599,7 @@ def test_remove(host: Host) -> None:
     assert host.property("LoadState") != "loaded"
     assert not [*host.path(DIRECTORY).glob("*.sock")]
     assert not host.exists(CACHE) and host.exists(CONFIG)
+
     stop = host("journalctl", "--no-pager", "--output=cat", "--unit", UNIT).splitlines()
     assert f"{UNIT}.service: Deactivated successfully." in stop[-4:], stop[-4:]
     for path in WRITTEN:
@@ -634,9 +642,7 @@ def test_purge(host: Host) -> None:
 
 def test_a_configuration_is_checked_without_an_installation(host: Host) -> None:
     """By the commands of many-nodes.md, which leave nothing behind if it is valid."""
-    text = (ROOT / "packaging/deb/many-nodes.md").read_text()
-    [block] = [block for block in text.split("```") if "dpkg-deb -x" in block]
-    script = re.sub("(?m)^# ", "", block.removeprefix("console\n"))
+    script = "\n".join(root_commands(MANY_NODES, "dpkg-deb -x"))
     script = script.replace("tt-device-plugin_*.deb", host.packages.current)
     host("dpkg", "--purge", UNIT)
 

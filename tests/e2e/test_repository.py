@@ -5,140 +5,39 @@ The tests run in the order of this file; each release has one system.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.documents import MANY_NODES, root_commands
 from tests.e2e.conftest import Told
-from tests.e2e.container import PACKAGES, Container, require_root
-from tests.e2e.host import CONFIG, NEXT, UNIT, Packages
-from tests.world.processes import ROOT, wait_until
+from tests.e2e.host import CONFIG, NEXT
+from tests.e2e.repository import EXAMPLE, URL, AptNode, Publisher, of_this_server
+from tests.e2e.steps import UNIT
 
 SUITES = ("bookworm", "trixie")
-URL = "http://127.0.0.1:8000"
-# The commands of many-nodes.md, with the address of this server.
-INSTALLATION = (
-    f"curl -fsSLo /etc/apt/keyrings/{UNIT}-archive-keyring.pgp {URL}/{UNIT}-archive-keyring.pgp",
-    f"curl -fsSLo /etc/apt/sources.list.d/{UNIT}.sources {URL}/{UNIT}.sources",
-    "apt update",
-    f"apt install --yes {UNIT}",
-)
-# Those for a repository that was copied to the node.
-COPIED_REPOSITORY = f"/srv/{UNIT}"
-INSTALLATION_OF_COPY = (
-    f"cp {COPIED_REPOSITORY}/{UNIT}-archive-keyring.pgp /etc/apt/keyrings",
-    f"cp {COPIED_REPOSITORY}/{UNIT}.sources /etc/apt/sources.list.d",
-    "apt update",
-    f"apt install --yes {UNIT}",
-)
-# The line of many-nodes.md for unattended-upgrades, in a file beside Debian's own configuration.
+# The commands of many-nodes.md, without questions.
+INSTALLATION = [
+    of_this_server(line).replace("apt install", "apt install --yes")
+    for line in root_commands(MANY_NODES, f"{EXAMPLE}/{UNIT}.sources")
+]
+UNATTENDED = root_commands(MANY_NODES, "Unattended-Upgrade")
 PATTERN = "origin=tt-device-plugin,suite=stable"
-UNATTENDED = f'Unattended-Upgrade::Origins-Pattern {{ "{PATTERN}"; }};\n'
-UNATTENDED_FILE = f"/etc/apt/apt.conf.d/52{UNIT}"
 RELEASE = "dists/stable/Release"
 
 
-@dataclass(frozen=True)
-class Publisher:
-    """Makes repositories, with a key."""
-
-    work: Path
-    packages: Packages
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {**os.environ, "GNUPGHOME": str(self.work / "gnupg")}
-
-    @property
-    def version(self) -> str:
-        return self.packages.current.split("_")[1]
-
-    def make_key(self, name: str) -> None:
-        (self.work / "gnupg").mkdir(mode=0o700, exist_ok=True)
-        unattended = ["--batch", "--quiet", "--pinentry-mode", "loopback", "--passphrase", ""]
-        key = ["--quick-generate-key", name, "ed25519", "sign", "never"]
-        subprocess.run(["gpg", *unattended, *key], env=self.environment, check=True)
-
-    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True
-        )
-
-    def publish(
-        self, output: Path, *debs: str | Path, key: str = "publisher", url: str = URL
-    ) -> str:
-        """Make or extend a repository; return the error, if any.
-
-        debs: of this machine, or those of `packages` by their paths in a container.
-        """
-        paths = [
-            self.packages.directory / Path(deb).name if isinstance(deb, str) else deb
-            for deb in debs
-        ]
-
-        script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
-        done = self.run(*script, "--output", output, *paths)
-        return done.stderr if done.returncode else ""
-
-
-@pytest.fixture(scope="session")
-def publisher(packages: Packages) -> Iterator[Publisher]:
-    require_root(apt_ftparchive="apt-utils", gpg="gpg")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        publisher = Publisher(Path(work), packages)
-        publisher.make_key("publisher")
-        publisher.make_key("another person")
-        yield publisher
-
-        publisher.run("gpgconf", "--kill", "all")  # the agent of that directory
-
-
-class Node(Container):
-    """A system without Debian's repositories, beside a web server that serves `repository`."""
-
-    TREE = f"{PACKAGES},curl,unattended-upgrades"
-
-    def __init__(self, suite: str, publisher: Publisher) -> None:
-        super().__init__(suite, {publisher.packages.directory: "/srv/packages"}, self.TREE)
-        self.repository = self.shared / "repository"
-        assert not publisher.publish(self.repository, publisher.packages.current)
-
-    def start(self) -> None:
-        self.boot()
-        self.shell("rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/lib/apt/lists/*")
-        served = ("--bind=127.0.0.1", "--directory=/srv/shared/repository", "8000")
-        self("systemd-run", "--quiet", "--unit=web", "python3", "-m", "http.server", *served)
-        wait_until(lambda: self.status_of("curl", "-fsS", URL) == 0, "the web server")
-
-    def version(self) -> str:
-        """Return the version of the installed package."""
-        return self("dpkg-query", "--show", "--showformat=${Version}", UNIT, check=False).strip()
-
-    def is_active(self) -> bool:
-        return self("systemctl", "is-active", UNIT, check=False) == "active\n"
-
-    def update(self) -> str:
-        """Run `apt-get update`; return its output if it fails for any repository."""
-        done = self.run("apt-get", "--error-on=any", "update")
-        return done.stdout + done.stderr if done.returncode else ""
-
-
 @pytest.fixture(scope="module", params=SUITES)
-def node(request: pytest.FixtureRequest, publisher: Publisher) -> Iterator[Node]:
-    with Node(request.param, publisher) as node:
+def node(request: pytest.FixtureRequest, publisher: Publisher) -> Iterator[AptNode]:
+    with AptNode(request.param, publisher) as node:
         yield node
 
 
 @pytest.fixture
-def genuine(node: Node) -> Iterator[Path]:
+def genuine(node: AptNode) -> Iterator[Path]:
     """The repository, which is restored after a test has changed it."""
     kept = node.repository.with_name("kept")
     shutil.rmtree(kept, ignore_errors=True)
@@ -152,7 +51,7 @@ def genuine(node: Node) -> Iterator[Path]:
 # -- installation and upgrade ----------------------------------------------------------------------
 
 
-def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
+def test_installation_in_four_lines(node: AptNode, publisher: Publisher) -> None:
     """With the key and the sources file; a node fetches only its own index, by hash."""
     output = [node.shell(line) for line in INSTALLATION]
     assert f"Setting up {UNIT}" in output[-1], output[-1]
@@ -164,7 +63,7 @@ def test_installation_in_four_lines(node: Node, publisher: Publisher) -> None:
 
 
 def test_unattended_upgrades_with_an_edited_configuration(
-    node: Node, publisher: Publisher, told: Told
+    node: AptNode, publisher: Publisher, told: Told
 ) -> None:
     """With the line of many-nodes.md it installs a newer version; without it, it does not.
 
@@ -177,7 +76,8 @@ def test_unattended_upgrades_with_an_edited_configuration(
     node("unattended-upgrade")
     assert node.version() == publisher.version
 
-    node.write(UNATTENDED_FILE, UNATTENDED)
+    for line in UNATTENDED:
+        node.shell(line)
     output = node("unattended-upgrade", "--dry-run", "--debug")
     [allowed] = [line for line in output.splitlines() if line.startswith("Allowed origins are")]
     assert PATTERN in allowed and "label=Debian-Security" in allowed, allowed
@@ -188,7 +88,7 @@ def test_unattended_upgrades_with_an_edited_configuration(
     told(allowed)
 
 
-def test_back_to_an_earlier_version(node: Node, publisher: Publisher) -> None:
+def test_back_to_an_earlier_version(node: AptNode, publisher: Publisher) -> None:
     """By its number: published packages stay."""
     name = f"{UNIT}={publisher.version}"
     node("apt-get", "install", "--yes", "--allow-downgrades", name)
@@ -217,7 +117,7 @@ FORGERIES: dict[Callable[[Path, Publisher], None], str] = {
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 def test_a_forged_repository_is_rejected(
-    node: Node, genuine: Path, publisher: Publisher, forge: Callable[[Path, Publisher], None]
+    node: AptNode, genuine: Path, publisher: Publisher, forge: Callable[[Path, Publisher], None]
 ) -> None:
     """The sources file accepts no other key: apt prints the reason, and uses nothing of it."""
     node.shell("rm -rf /var/lib/apt/lists/*")

@@ -11,23 +11,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.documents import DEB, MANY_NODES, root_commands
 from tests.e2e.container import PACKAGES
-from tests.e2e.host import CONFIG, CONFIGURATION, UNIT
-from tests.e2e.test_repository import (
-    COPIED_REPOSITORY,
-    INSTALLATION_OF_COPY,
-    URL,
-    Node,
-    Publisher,
-    publisher,
-)
+from tests.e2e.host import CONFIG, CONFIGURATION
+from tests.e2e.repository import AptNode, Publisher, of_this_server
+from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, wait_until
+from tests.world.processes import wait_until
 
-__all__ = ["publisher"]  # a fixture
 SUITE = "trixie"
-EXAMPLE = "https://apt.example.org"  # the web server's address in the examples
-ROLLOUT = ROOT / "packaging/deb/rollout"
+ROLLOUT = DEB / "rollout"
+COPY = f"/srv/{UNIT}"  # where many-nodes.md has a repository that was copied to the node
 CLOUD_INIT = (ROLLOUT / "cloud-init.yaml").read_text()
 PLAYBOOK = (ROLLOUT / "ansible.yaml").read_text()
 WEB = """\
@@ -44,11 +38,7 @@ WantedBy=multi-user.target
 """
 
 
-def of_this_server(text: str) -> str:
-    return text.replace(EXAMPLE, URL)
-
-
-class ManagedNode(Node):
+class ManagedNode(AptNode):
     """A system with cloud-init and Ansible; cloud-init installs the package at the first boot."""
 
     TREE = f"{PACKAGES},curl,cloud-init,ansible-core,python3-apt,sudo,unattended-upgrades"
@@ -73,7 +63,7 @@ def node(publisher: Publisher) -> Iterator[ManagedNode]:
         yield node
 
 
-def be_without(node: Node) -> None:
+def be_without(node: AptNode) -> None:
     """Remove the package, its repository and the key."""
     node("dpkg", "--purge", UNIT)
     node.shell(f"rm -f /etc/apt/keyrings/{UNIT}* /etc/apt/sources.list.d/{UNIT}*")
@@ -120,12 +110,12 @@ def test_a_copied_repository(node: ManagedNode, publisher: Publisher) -> None:
     be_without(node)
     node("systemctl", "stop", "web")
     current = publisher.packages.current
-    url = f"file:{COPIED_REPOSITORY}"
+    url = f"file:{COPY}"
 
     assert not publisher.publish(node.shared / "copied", current, url=url)
-    node.shell(f"cp -r /srv/shared/copied {COPIED_REPOSITORY}")
-    for command in INSTALLATION_OF_COPY:
-        node.shell(command)
+    node.shell(f"cp -r /srv/shared/copied {COPY}")
+    for line in root_commands(MANY_NODES, f"{COPY}/{UNIT}.sources"):
+        node.shell(line.replace("apt install", "apt install --yes"))
 
     assert not node.update()
     assert node.version() == publisher.version and node.is_active()

@@ -1,7 +1,7 @@
 """Which devices `fix` has the real tt-smi reset: one, or none.
 
 tt-smi and tt-umd are PyPI's. They run in a mount namespace of which the simulated node is the
-machine, and what they ask the driver is answered by driver.c, which writes down resets.
+machine, and what they ask the driver is answered by umd_driver.c, which writes down resets.
 """
 
 from __future__ import annotations
@@ -110,15 +110,9 @@ async def stalled(host: FixHost) -> AsyncIterator[FixHost]:
     more = {"runtime_dir": str(host.root), "health": STALLS}
     settings = settings_of(host.node, host.plugins, **more)
     async with RunningDaemon(host.node, settings) as daemon:
-        await until(lambda: daemon.notified("READY=1"))
-
+        await daemon.ready()
         host.ill.freeze()
-
-        def is_stalled() -> bool:
-            fault = daemon.chip(host.ill.bdf).fault
-            return fault is not None and fault.kind is ttdp.Kind.STALLED
-
-        await until(is_stalled)
+        await daemon.sees(host.ill.bdf, ttdp.Kind.STALLED)
         yield host
 
 
@@ -133,7 +127,7 @@ async def fixed(host: FixHost, **environ: str) -> None:
 
 
 async def test_fix_resets_this_chip_only(stalled: FixHost) -> None:
-    """Whatever the operator's TT_VISIBLE_DEVICES has."""
+    """Even if the operator's TT_VISIBLE_DEVICES names another one."""
     await fixed(stalled, TT_VISIBLE_DEVICES="0000:01:00.0")
     assert stalled.resets == {1}
 

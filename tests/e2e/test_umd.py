@@ -1,6 +1,6 @@
 """What tt-umd, the library of every program on these cards, makes of what a container is given.
 
-tt-umd, kubelets and containers are real. What tt-umd asks the driver is answered by driver.c.
+tt-umd, kubelets and containers are real. What tt-umd asks the driver is answered by umd_driver.c.
 """
 
 from __future__ import annotations

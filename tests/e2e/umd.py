@@ -22,7 +22,7 @@ HASHES = {  # of the wheels for CPython 3.11
     "aarch64": "sha256:dc0ced68b315e0da28515ba9c0f6d261ca53d3ad88f61a1b8a9ead7e8207abbd",
 }
 DEBIAN = ("python3.11-minimal", "libpython3.11-stdlib", "libstdc++6", "libatomic1")  # of bookworm
-DRIVER = HERE / "driver.c"
+DRIVER = HERE / "umd_driver.c"
 
 # What tt-umd does before it starts a chip: it takes the lock, or says after two seconds that it
 # waits for it.

@@ -12,7 +12,6 @@ QEMU's "edu" devices, the driver is driver/tenstorrent.c. arm64.py has the other
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -21,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.container import CACHE, Missing, in_tree, is_fresh, require, root_tree, unpack
+from tests.e2e.builds import CACHE, FRESH, cached, digest
+from tests.e2e.container import Missing, in_tree, require, root_tree, unpack
 from tests.e2e.steps import Steps
 from tests.world.processes import ROOT
 
@@ -223,17 +223,12 @@ def _kernel(suite: str) -> Path:
         raise Missing("the virtual machine is one for amd64")
     require({"qemu-system-x86_64": "qemu-system-x86", "mmdebstrap": "mmdebstrap"})
 
-    sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
-    key = hashlib.sha256(repr((sources, MODULES)).encode()).hexdigest()[:12]
-    place = CACHE / f"kernel-{suite}-{key}"
-    if not is_fresh(place):
-        CACHE.mkdir(parents=True, exist_ok=True)
+    def make(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=CACHE) as directory:
-            made = Path(directory, "made")
-            _make_kernel(suite, Path(directory, "tree"), made)
-            shutil.rmtree(place, ignore_errors=True)
-            made.rename(place)
-    return place
+            _make_kernel(suite, Path(directory, "tree"), target)
+
+    sources = b"".join(path.read_bytes() for path in sorted(DRIVER.iterdir()))
+    return cached(f"kernel-{suite}-{digest(sources, MODULES)}", make, lasts=FRESH)
 
 
 # Runs while a tree with the kernel's headers and compiler is made, with apt set up for its suite.

@@ -174,16 +174,18 @@ class Chip:
         self.overridden.add(attribute)
         remove(self.attribute(attribute))
 
-    def block(self, attribute: str = "tt_heartbeat") -> None:
-        """Let readers of an attribute wait until `unblock`."""
-        self.overridden.add(attribute)
-        replace(self.attribute(attribute), os.mkfifo)
-
-    def restore(self, attribute: str = "tt_heartbeat") -> None:
-        """Undo fail, write, remove or block; one waiting reader gets the value, others nothing."""
+    def restore(self, attribute: str) -> None:
+        """Undo fail, write or remove."""
         self.show(attribute)
 
-    unblock = restore
+    def block(self) -> None:
+        """Let readers of the heartbeat wait until `unblock`."""
+        self.overridden.add("tt_heartbeat")
+        replace(self.attribute("tt_heartbeat"), os.mkfifo)
+
+    def unblock(self) -> None:
+        """Let one waiting reader have the heartbeat, and others nothing; later ones can read it."""
+        self.show("tt_heartbeat")
 
     # The firmware
 

@@ -22,7 +22,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -77,26 +76,19 @@ class Sockets:
 
     def __init__(self) -> None:
         self._servers: list[grpc.aio.Server] = []
-        self._deaf: list[socket.socket] = []
 
     def open(self) -> bool:
-        return bool(self._servers or self._deaf)
+        return bool(self._servers)
 
     @contextlib.asynccontextmanager
-    async def bound(self, path: Path, deaf: bool) -> AsyncIterator[grpc.aio.Server | None]:
-        """Bind a private name, give a server, or None if `deaf`, and link `path` at the end.
+    async def bound(self, path: Path) -> AsyncIterator[grpc.aio.Server]:
+        """Bind a private name, give its server, and link `path` at the end.
 
         gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing.
         """
-        server = None
         with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=path.parent.parent) as private:
-            if deaf:
-                self._deaf.append(listening := socket.socket(socket.AF_UNIX))
-                listening.bind(f"{private}/s")
-                listening.listen()
-            else:
-                self._servers.append(server := grpc.aio.server())
-                server.add_insecure_port(f"unix:{private}/s")
+            self._servers.append(server := grpc.aio.server())
+            server.add_insecure_port(f"unix:{private}/s")
             yield server
             os.link(f"{private}/s", path)
 
@@ -105,9 +97,6 @@ class Sockets:
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(None)
-        for listening in self._deaf:
-            listening.close()
-        self._deaf = []
 
 
 def sweep(config: Config) -> None:
@@ -122,22 +111,86 @@ def sweep(config: Config) -> None:
             path.unlink(missing_ok=True)  # its owner may have been faster
 
 
-class _Observed:
-    """The questions and faults of a kubelet."""
+class Kubelet:
+    """A kubelet that serves in `directory`, and the pods of its node.
 
-    def __init__(self, config: Config, log: EventLog) -> None:
-        self.config = config
-        self.directory = config.directory
-        self.socket = config.directory / "kubelet.sock"
+    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
+    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
+    any plugin can register, and those of the API server when all resources are listed again (see
+    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
+    exists). Until then no pod is forgotten, and List does not name them.
+
+    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
+    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
+    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
+    `layout`, `has_pause`, `create_seconds`: see Runtime.
+
+    Methods that name a pod take its name, for the latest pod of that name, or its UID.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        version: tuple[int, int] = (1, 36),
+        policy: Policy = "none",
+        dial_timeout: float = 10.0,
+        seed: int = 0,
+        on_event: Callable[[Event], None] | None = None,
+        back_off: float = 0.2,
+        pods_come: float = 5.0,
+        host: SimulatedNode | None = None,
+        layout: Layout = "cgroupfs",
+        has_pause: bool = True,
+        create_seconds: float = 0.0,
+    ) -> None:
+        log = EventLog(on_event)
+        self.config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
+        self.directory = self.config.directory
+        self.socket = self.directory / "kubelet.sock"
+        self.pod_resources = self.directory.parent / "pod-resources/kubelet.sock"
+        self.file = CheckpointFile(self.directory, log, self.config.random)
+        self.alive = False
+        self._sockets = Sockets()
+
+        # What happens.
         self.log = log
-        self.pods = Pods()
-        self.faults: list[Fault] = []  # in the order in which calls meet them
-        self.file = CheckpointFile(config.directory, log, config.random)
-        self.manager = DeviceManager(config, log, self.file, self.pods)  # in its latest life
         self.find = log.find
         self.events = log.events
         self.violations = log.violations  # what no correct plugin causes
         self.killed: list[str] = []  # running pods that a start did not admit again
+        self.faults: list[Fault] = []  # in the order in which calls meet them
+
+        # The pods of the node, and what this kubelet, in its latest life, knows of them.
+        self.pods = Pods()
+        self.manager = DeviceManager(self.config, log, self.file, self.pods)
+        self.pods_come = pods_come
+        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
+        self._former: set[str] = set()  # resources of the former life
+        self._admission = asyncio.Lock()
+        self._learning: asyncio.Task[None] | None = None  # of the API server's pods
+
+        # Their containers.
+        self.runtime = Runtime(
+            host,
+            Judge(log),
+            layout=layout,
+            has_pause=has_pause,
+            create_seconds=create_seconds,
+        )
+        self._back_off = back_off
+        self._workers: dict[Pod, Worker] = {}
+        self._keeps_cgroups = False
+        self._empty: list[Pod] = []  # ended pods whose cgroups still exist
+
+    async def __aenter__(self) -> Kubelet:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # Questions
 
     async def wait_for(
         self, predicate: Callable[[], T], timeout: float = PATIENCE, what: str = "an event"
@@ -145,10 +198,10 @@ class _Observed:
         """Return the predicate's first true value; it is evaluated again after every event."""
         return await self.log.wait_for(predicate, timeout, what)
 
-    async def registered(self, resource: str, timeout: float = PATIENCE) -> None:
+    async def registered(self, resource: str) -> None:
         """Wait until a plugin of the resource is connected and has sent its first list."""
         what = f"the first list of {resource}"
-        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), timeout, what)
+        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), what=what)
 
     def capacity(self) -> dict[str, int]:
         return {resource: capacity for resource, (capacity, _) in self.manager.status().items()}
@@ -174,24 +227,22 @@ class _Observed:
         """Return a container's devices, as the kubelet remembers them."""
         return self.manager.edits(self.uid(pod), container)
 
-    async def running(self, pod: str, container: str, timeout: float = PATIENCE) -> None:
+    async def running(self, pod: str, container: str) -> None:
         """Wait until a container runs; an init container may have ended already."""
 
         def runs() -> bool:
             found = self.pods.get(pod).containers[container]
             return found.pid is not None or found.over
 
-        await self.wait_for(runs, timeout)
+        await self.wait_for(runs)
+
+    # Faults
 
     def refuse_with(
-        self,
-        code: grpc.StatusCode,
-        message: str = "refused",
-        times: float = 1,
-        method: Method = "Register",
+        self, code: grpc.StatusCode, message: str = "refused", times: float = 1
     ) -> None:
-        """Let the next `times` calls fail."""
-        self.faults.append(Fault(method, times, code=code, message=message))
+        """Let the next `times` calls of Register fail."""
+        self.faults.append(Fault("Register", times, code=code, message=message))
 
     def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
         """Delay the next `times` calls."""
@@ -215,21 +266,227 @@ class _Observed:
         """Damage the checkpoint, or replace it by these bytes, until the next write."""
         self.file.corrupt(how)
 
+    # Life
 
-class _Running(_Observed):
-    """The pods of the kubelet's node, from their admission to their end; they outlive the kubelet.
+    async def start(self) -> None:
+        """Read the checkpoint, empty the directory, make `kubelet.sock`, and answer on it."""
+        if self._sockets.open():
+            raise RuntimeError("the kubelet runs already")
+        self.pods.forget()
+        self.alive = True
+        self.runtime.make_roots()
+        self._former.update(self.manager.devices.healthy)
+        self.manager = DeviceManager(self.config, self.log, self.file, self.pods)
 
-    Methods that name a pod take its name, for the latest pod of that name, or its UID.
-    """
+        # 0755: the checkpoint's store makes the directory before the registration server would make
+        # it 0750.
+        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self.pod_resources.unlink(missing_ok=True)
+        self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        async with self._sockets.bound(self.pod_resources) as server:
+            server.add_generic_rpc_handlers((_PodResources(self),))
+            await server.start()  # it accepts connections as soon as it exists
 
-    def __init__(self, config: Config, log: EventLog, runtime: Runtime, back_off: float) -> None:
-        super().__init__(config, log)
-        self.runtime = runtime
+        self.manager.read_checkpoint()
+        sweep(self.config)
+        async with self._sockets.bound(self.socket) as server:
+            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
+        version = ".".join(map(str, self.config.version))
+        self.log.record("started", socket=str(self.socket), version=version)
+
+        # Static pods come first: the socket exists by now, but nothing answers on it yet.
+        await self._admit_again(static=True)
+        if not self.pods.api_away:
+            self._hear_of_api_pods()
+        await server.start()
+
+    async def stop(self) -> None:
+        """End it for good, without a `kubelet.sock`."""
+        await self._end()
+        self.socket.unlink(missing_ok=True)
+        self.log.record("stopped")
+
+    async def kill(self) -> None:
+        """Leave what SIGKILL, SIGTERM and a crash leave: a `kubelet.sock` that refuses."""
+        await self._end()
+        self.log.record("killed")
+
+    async def restart(self) -> None:
+        """Restart the kubelet; the pods run on."""
+        await self.kill()
+        await self.start()
+
+    async def power_cut(self) -> None:
+        """Kill it and end all processes of the node; `start` is then a reboot."""
+        await self.kill()
+        for pod in self.pods:
+            self._halt(pod)
+        self._empty.clear()
+        self.runtime.lose_power()
+
+    async def _end(self) -> None:
         self.alive = False
-        self._back_off = back_off
-        self._workers: dict[Pod, Worker] = {}
-        self._keeps_cgroups = False
-        self._empty: list[Pod] = []  # ended pods whose cgroups still exist
+        if self._learning:
+            self._learning.cancel()
+            await asyncio.wait({self._learning})
+
+        ending = [worker.cancel() for worker in self._workers.values()]
+        self._workers.clear()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+        self.file.abandon()
+        await self._sockets.close()
+        await self.manager.plugins.abandon()
+
+    async def drop_streams(self) -> None:
+        """Break the connections to plugins from this side, as after an error on a stream."""
+        await self.manager.plugins.drop()
+
+    # Learning of pods
+
+    def api_server_away(self) -> None:
+        """Let the API server be away: a kubelet that starts learns of none of its pods."""
+        self.pods.api_away = True
+
+    async def api_server_back(self) -> None:
+        """Let the API server answer again; returns when all pods are known."""
+        self.pods.api_away = False
+        if self.alive:
+            for pod in self.pods:
+                if pod.known and not pod.wanted:
+                    self._leave_alone(pod)
+            if not self.pods.sources_ready:
+                self._hear_of_api_pods()
+
+        if self._learning:
+            await self._learning
+
+    def _hear_of_api_pods(self) -> None:
+        async def hear() -> None:
+            with contextlib.suppress(TimeoutError):
+                await self.wait_for(self.plugins_are_back, self.pods_come)
+            self._former.clear()
+            await self._admit_again(static=False)
+            if self.alive:
+                self.pods.sources_ready = True
+                self.log.record("sources-ready")
+
+        self._learning = asyncio.create_task(hear())
+
+    def _lists_all_of_its_former_life(self) -> bool:
+        resources = {*self.manager.devices.healthy, *self._former}  # the checkpoint can be lost
+        return all(map(self.manager.plugins.is_listed, resources))
+
+    async def _admit_again(self, *, static: bool) -> None:
+        """Admit the existing pods of a source, the oldest first, also those that run.
+
+        A running pod that is not admitted is killed (HandlePodAdditions and rejectPod of
+        pkg/kubelet/kubelet.go, 1.33 to 1.37; its containers are orphans for HandlePodCleanups).
+        """
+        for pod in list(self.pods):
+            if pod.static != static or not pod.wanted:
+                continue
+            if static and pod.rejected:  # a manifest is tried again at each start
+                pod.over = pod.rejected = False
+            pod.known = True
+
+            running = {c.name for c in pod.containers.values() if c.pid is not None}
+            try:
+                if not pod.over:
+                    await self._admit(pod, list(pod.containers), running)
+            except AdmissionError:
+                continue
+            except KubeletDied:
+                return
+
+    # Admission
+
+    async def admit(
+        self,
+        pod: str,
+        container: str,
+        request: Mapping[str, int],
+        *,
+        init: bool = False,
+        static: bool = False,
+    ) -> Allocation:
+        """Admit a container of a pod, which is then started in the background, see `running`.
+
+        Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
+        devices of an `init` container. A resource that the kubelet does not know is ignored. A pod
+        that has ended, or was deleted, is followed by a new one of its name, with another UID
+        unless it is static.
+        """
+        wish = Container(container, dict(request), "init" if init else "main")
+        admitted = await self.admit_pod(pod, [wish], static=static)
+        return admitted[container]
+
+    async def run_pod(self, pod: str, resource: str, number: int = 1) -> Allocation:
+        """Have a pod's container `main` run with so many devices; first wait for the resource."""
+        await self.registered(resource)
+        allocation = await self.admit(pod, "main", {resource: number})
+        await self.running(pod, "main")
+        return allocation
+
+    async def admit_pod(
+        self,
+        pod: str,
+        containers: Sequence[Container],
+        *,
+        static: bool = False,
+    ) -> dict[str, Allocation]:
+        """Admit several containers of a pod before any is started, as the original does."""
+        if not self.alive:
+            raise RuntimeError("the kubelet does not run")
+        if not static:
+            if self.pods.api_away:
+                raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
+            if self._learning:
+                await asyncio.wait({self._learning})  # older pods come first
+
+        found = self.pods.get_or_add(pod, static)
+        for wish in containers:
+            known = found.containers.setdefault(wish.name, wish)
+            known.request = wish.request
+
+        return await self._admit(found, [wish.name for wish in containers], set())
+
+    async def _admit(
+        self, pod: Pod, containers: Sequence[str], running: set[str]
+    ) -> dict[str, Allocation]:
+        """Admit containers of a pod, one pod at a time; `running` names those that run already."""
+        manager, admitted = self.manager, dict[str, Allocation]()
+        async with self._admission:
+            pod.known = True
+            try:
+                for name in containers:
+                    container = pod.containers[name]
+                    devices = ContainerDevices(manager, pod, container, name in running)
+                    admitted[name] = await devices.admit()
+                check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
+            except AdmissionError as error:
+                if self.manager is not manager or not self.alive:
+                    raise KubeletDied(str(error)) from error
+                self._reject(pod, error)
+                raise
+
+            for name, allocation in admitted.items():
+                self.log.record("admitted", pod=pod.name, container=name, **allocation.fields())
+            self._work(pod)
+        return admitted
+
+    def _reject(self, pod: Pod, error: AdmissionError) -> None:
+        """Reject a pod as a whole, and kill it if it runs."""
+        about = {"pod": pod.name, "reason": error.reason, "message": error.message}
+        self.log.record("rejected", **about)
+        if pod.has_containers:
+            self.killed.append(pod.name)
+            self.log.record("pod-killed", **about)
+
+        self._terminate(pod)
+        pod.over = pod.rejected = True
+
+    # Starts and ends of pods, which outlive the kubelet
 
     def _work(self, pod: Pod) -> None:
         """Start those containers of an admitted pod that do not run yet."""
@@ -344,280 +601,6 @@ class _Running(_Observed):
         self._empty = [pod for pod in self._empty if pod.uid in in_use]
 
 
-class Kubelet(_Running):
-    """A kubelet that serves in `directory`, and the pods of its node.
-
-    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
-    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
-    any plugin can register, and those of the API server when all resources are listed again (see
-    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
-    exists). Until then no pod is forgotten, and List does not name them.
-
-    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
-    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
-    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
-    `layout`, `has_pause`, `create_seconds`: see Runtime.
-    """
-
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        version: tuple[int, int] = (1, 36),
-        policy: Policy = "none",
-        dial_timeout: float = 10.0,
-        seed: int = 0,
-        on_event: Callable[[Event], None] | None = None,
-        back_off: float = 0.2,
-        pods_come: float = 5.0,
-        host: SimulatedNode | None = None,
-        layout: Layout = "cgroupfs",
-        has_pause: bool = True,
-        create_seconds: float = 0.0,
-    ) -> None:
-        config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
-        log = EventLog(on_event)
-        runtime = Runtime(
-            host,
-            Judge(log),
-            layout=layout,
-            has_pause=has_pause,
-            create_seconds=create_seconds,
-        )
-        super().__init__(config, log, runtime, back_off)
-
-        self.pod_resources = config.directory.parent / "pod-resources/kubelet.sock"
-        self.pods_come = pods_come
-        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
-        self._sockets = Sockets()
-        self._former: set[str] = set()  # resources of the former life
-        self._admission = asyncio.Lock()
-        self._learning: asyncio.Task[None] | None = None  # of the API server's pods
-
-    async def __aenter__(self) -> Kubelet:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    # Life
-
-    async def start(self, *, deaf: bool = False) -> None:
-        """Read the checkpoint, empty the directory, make `kubelet.sock`; `deaf`: never answer."""
-        if self._sockets.open():
-            raise RuntimeError("the kubelet runs already")
-        self.pods.forget()
-        self.alive = True
-        self.runtime.make_roots()
-        self._former.update(self.manager.devices.healthy)
-        self.manager = DeviceManager(self.config, self.log, self.file, self.pods)
-
-        # 0755: the checkpoint's store makes the directory before the registration server would make
-        # it 0750.
-        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self.pod_resources.unlink(missing_ok=True)
-        self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        async with self._sockets.bound(self.pod_resources, deaf) as server:
-            if server:
-                server.add_generic_rpc_handlers((_PodResources(self),))
-                await server.start()  # it accepts connections as soon as it exists
-
-        self.manager.read_checkpoint()
-        sweep(self.config)
-        async with self._sockets.bound(self.socket, deaf) as server:
-            if server:
-                rpc.add_RegistrationServicer_to_server(_Registration(self), server)
-        version = ".".join(map(str, self.config.version))
-        self.log.record("started", socket=str(self.socket), version=version, deaf=deaf)
-
-        # Static pods come first: the socket exists by now, but nothing answers on it yet.
-        await self._admit_again(static=True)
-        if not self.pods.api_away:
-            self._hear_of_api_pods()
-        if server:
-            await server.start()
-
-    async def stop(self) -> None:
-        """End it for good, without a `kubelet.sock`."""
-        await self._end()
-        self.socket.unlink(missing_ok=True)
-        self.log.record("stopped")
-
-    async def kill(self) -> None:
-        """Leave what SIGKILL, SIGTERM and a crash leave: a `kubelet.sock` that refuses."""
-        await self._end()
-        self.log.record("killed")
-
-    async def restart(self, *, deaf: bool = False) -> None:
-        """Restart the kubelet; the pods run on."""
-        await self.kill()
-        await self.start(deaf=deaf)
-
-    async def power_cut(self) -> None:
-        """Kill it and end all processes of the node; `start` is then a reboot."""
-        await self.kill()
-        for pod in self.pods:
-            self._halt(pod)
-        self._empty.clear()
-        self.runtime.lose_power()
-
-    async def _end(self) -> None:
-        self.alive = False
-        if self._learning:
-            self._learning.cancel()
-            await asyncio.wait({self._learning})
-
-        ending = [worker.cancel() for worker in self._workers.values()]
-        self._workers.clear()
-        await asyncio.gather(*ending, return_exceptions=True)
-
-        self.file.abandon()
-        await self._sockets.close()
-        await self.manager.plugins.abandon()
-
-    async def drop_streams(self) -> None:
-        """Break the connections to plugins from this side, as after an error on a stream."""
-        await self.manager.plugins.drop()
-
-    # Learning of pods
-
-    def api_server_away(self) -> None:
-        """Let the API server be away: a kubelet that starts learns of none of its pods."""
-        self.pods.api_away = True
-
-    async def api_server_back(self) -> None:
-        """Let the API server answer again; returns when all pods are known."""
-        self.pods.api_away = False
-        if self.alive:
-            for pod in self.pods:
-                if pod.known and not pod.wanted:
-                    self._leave_alone(pod)
-            if not self.pods.sources_ready:
-                self._hear_of_api_pods()
-
-        if self._learning:
-            await self._learning
-
-    def _hear_of_api_pods(self) -> None:
-        async def hear() -> None:
-            with contextlib.suppress(TimeoutError):
-                await self.wait_for(self.plugins_are_back, self.pods_come)
-            self._former.clear()
-            await self._admit_again(static=False)
-            if self.alive:
-                self.pods.sources_ready = True
-                self.log.record("sources-ready")
-
-        self._learning = asyncio.create_task(hear())
-
-    def _lists_all_of_its_former_life(self) -> bool:
-        resources = {*self.manager.devices.healthy, *self._former}  # the checkpoint can be lost
-        return all(map(self.manager.plugins.is_listed, resources))
-
-    async def _admit_again(self, *, static: bool) -> None:
-        """Admit the existing pods of a source, the oldest first, also those that run.
-
-        A running pod that is not admitted is killed (HandlePodAdditions and rejectPod of
-        pkg/kubelet/kubelet.go, 1.33 to 1.37; its containers are orphans for HandlePodCleanups).
-        """
-        for pod in list(self.pods):
-            if pod.static != static or not pod.wanted:
-                continue
-            if static and pod.rejected:  # a manifest is tried again at each start
-                pod.over = pod.rejected = False
-            pod.known = True
-
-            running = {c.name for c in pod.containers.values() if c.pid is not None}
-            try:
-                if not pod.over:
-                    await self._admit(pod, list(pod.containers), running)
-            except AdmissionError:
-                continue
-            except KubeletDied:
-                return
-
-    # Admission
-
-    async def admit(
-        self,
-        pod: str,
-        container: str,
-        request: Mapping[str, int],
-        *,
-        init: bool = False,
-        static: bool = False,
-    ) -> Allocation:
-        """Admit a container of a pod, which is then started in the background, see `running`.
-
-        Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
-        devices of an `init` container. A resource that the kubelet does not know is ignored. A pod
-        that has ended, or was deleted, is followed by a new one of its name, with another UID
-        unless it is static.
-        """
-        wish = Container(container, dict(request), "init" if init else "main")
-        admitted = await self.admit_pod(pod, [wish], static=static)
-        return admitted[container]
-
-    async def admit_pod(
-        self,
-        pod: str,
-        containers: Sequence[Container],
-        *,
-        static: bool = False,
-    ) -> dict[str, Allocation]:
-        """Admit several containers of a pod before any is started, as the original does."""
-        if not self.alive:
-            raise RuntimeError("the kubelet does not run")
-        if not static:
-            if self.pods.api_away:
-                raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
-            if self._learning:
-                await asyncio.wait({self._learning})  # older pods come first
-
-        found = self.pods.get_or_add(pod, static)
-        for wish in containers:
-            known = found.containers.setdefault(wish.name, wish)
-            known.request = wish.request
-
-        return await self._admit(found, [wish.name for wish in containers], set())
-
-    async def _admit(
-        self, pod: Pod, containers: Sequence[str], running: set[str]
-    ) -> dict[str, Allocation]:
-        """Admit containers of a pod, one pod at a time; `running` names those that run already."""
-        manager, admitted = self.manager, dict[str, Allocation]()
-        async with self._admission:
-            pod.known = True
-            try:
-                for name in containers:
-                    container = pod.containers[name]
-                    devices = ContainerDevices(manager, pod, container, name in running)
-                    admitted[name] = await devices.admit()
-                check_fit(manager, pod.uid, pod.request, self.pods.used_beside(pod))
-            except AdmissionError as error:
-                if self.manager is not manager or not self.alive:
-                    raise KubeletDied(str(error)) from error
-                self._reject(pod, error)
-                raise
-
-            for name, allocation in admitted.items():
-                self.log.record("admitted", pod=pod.name, container=name, **allocation.fields())
-            self._work(pod)
-        return admitted
-
-    def _reject(self, pod: Pod, error: AdmissionError) -> None:
-        """Reject a pod as a whole, and kill it if it runs."""
-        about = {"pod": pod.name, "reason": error.reason, "message": error.message}
-        self.log.record("rejected", **about)
-        if pod.has_containers:
-            self.killed.append(pod.name)
-            self.log.record("pod-killed", **about)
-
-        self._terminate(pod)
-        pod.over = pod.rejected = True
-
-
 # ---------------------------------------------------------------------------------- services
 
 
@@ -685,9 +668,6 @@ class _PodResources(grpc.GenericRpcHandler):
     async def _list(self, request: bytes, context: Any) -> bytes:
         kubelet = self._kubelet
         fault = await kubelet.meet_fault("List")
-        if fault and fault.code:
-            await context.abort(fault.code, fault.message)
-
         answer = fault.answer if fault else None
         if answer is None:
             answer = listed_pods(kubelet.manager, kubelet.pods).SerializeToString()

@@ -36,14 +36,12 @@ class Broken(AssertionError):
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-async def until(
-    condition: Callable[[], T | None], what: str = "the condition", seconds: float = PATIENCE
-) -> T:
+async def until(condition: Callable[[], T | None], what: str = "the condition") -> T:
     """Return the condition's first true value, or raise Broken with `what`; it is polled."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise Broken(f"{what}: not within {seconds:g} s")
+            raise Broken(f"{what}: not within {PATIENCE:g} s")
         await asyncio.sleep(0.002)
     return value
 
@@ -248,9 +246,7 @@ class Service:
         await self._process.wait()
         self._notified()
 
-    async def wait_for(
-        self, found: Callable[[], T | None], what: str, seconds: float = PATIENCE
-    ) -> T:
+    async def wait_for(self, found: Callable[[], T | None], what: str) -> T:
         """Return the first true value of `found`, called after each line and notification."""
 
         async def wait() -> T:
@@ -263,16 +259,16 @@ class Service:
             return value
 
         try:
-            return await asyncio.wait_for(wait(), seconds)
+            return await asyncio.wait_for(wait(), PATIENCE)
         except asyncio.TimeoutError:
-            raise Broken(f"{what}: not within {seconds:g} s{self.latest()}") from None
+            raise Broken(f"{what}: not within {PATIENCE:g} s{self.latest()}") from None
 
     def latest(self) -> str:
         """Return its latest lines and notifications, to be appended to an error."""
         words = sorted([*self.lines, *((at, text.replace("\n", " ")) for at, text in self.notes)])
         return "".join(f"\n    {text}" for _, text in words[-12:])
 
-    async def note(self, wanted: str, seconds: float = PATIENCE) -> Note:
+    async def note(self, wanted: str) -> Note:
         """Return the next notification with a line that begins like this, and skip those before."""
 
         def found() -> Note | None:
@@ -282,7 +278,7 @@ class Service:
                     return note
             return None
 
-        return await self.wait_for(found, f"no {wanted}", seconds)
+        return await self.wait_for(found, f"no {wanted}")
 
     async def status(self, *words: str) -> str:
         """Return the present or a later STATUS that has all of these words."""

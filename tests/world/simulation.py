@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from unittest.mock import patch
 import ttdp
 from tests.world.controls import kernel_writes
 from tests.world.node import SimulatedNode
-from tests.world.processes import outlets
+from tests.world.processes import outlets, until
 from tests.world.tree import errno_of
 
 
@@ -133,6 +133,34 @@ class RunningDaemon:
         self.settings = replace(self.settings, **changes)
         self.daemon.reload()
 
+    async def ready(self) -> None:
+        """Wait until it has told systemd that it is ready."""
+        await until(lambda: self.notified("READY=1"), "READY=1")
+
+    @property
+    def status(self) -> str:
+        """The text that `systemctl status` shows; empty before the first one."""
+        texts = [note for note in self.notes if note.startswith("STATUS=")]
+        return texts[-1].removeprefix("STATUS=") if texts else ""
+
+    async def sees(self, bdf: str, kind: ttdp.Kind | None) -> None:
+        """Wait until it sees that a chip has a fault of this kind; None: that it is healthy."""
+
+        def kind_now() -> ttdp.Kind | None:
+            fault = self.chip(bdf).fault
+            return fault.kind if fault else None
+
+        await until(lambda: kind_now() is kind, f"{kind} of {bdf}")
+
+    async def metrics(self) -> str | None:
+        """Return what a scrape gets; None: that the metrics cannot be collected."""
+        return await self.daemon._reporter.metrics.get()
+
+    @property
+    def host(self) -> ttdp.Host:
+        """What the daemon knows of its node."""
+        return self.daemon.host
+
     @property
     def sessions(self) -> dict[str, ttdp.KubeletSession]:
         return self.daemon.sessions.by_name
@@ -140,10 +168,13 @@ class RunningDaemon:
     @property
     def decision(self) -> ttdp.Decision:
         """What is to be advertised and reported at this moment."""
-        return self.daemon.host.decide(time.monotonic())
+        return self.host.decide(time.monotonic())
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.decision.chips[bdf]
+
+
+StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`
 
 
 def main(arguments: Sequence[str]) -> int:

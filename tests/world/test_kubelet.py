@@ -163,7 +163,12 @@ SHARED = [device("one::0"), device("one::1")]
         ([device("one::0"), B], ["1", "1"], N150, True),
         (SHARED, ["1", "1"], P150, True),
     ],
-)
+    ids=[
+        "two chips", "one chip", "a chip in common", "two resources", "replicas",
+        "replicas of one board", "replicas of two devices", "a replica and a device",
+        "replicas of two resources",
+    ],
+)  # fmt: skip
 async def test_two_pods_that_run_with_one_chip_are_a_violation(
     directory: Path, devices: Sequence[pb.Device], chips: Sequence[str], other: str,
     is_violation: bool,

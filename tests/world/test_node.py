@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ import pytest
 
 from tests.world.captures import capture, capture_names, captured_tree, captured_uevents
 from tests.world.node import SimulatedNode, wire
-from tests.world.processes import workspace
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
 Build = Callable[..., SimulatedNode]
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with workspace() as directory:
-        yield directory
 
 
 @pytest.fixture
@@ -30,11 +23,11 @@ def events() -> list[bytes]:
 
 
 @pytest.fixture
-def build(tmp_path: Path, events: list[bytes]) -> Build:
+def build(short_tmp: Path, events: list[bytes]) -> Build:
     """Make a node of these cards with the captures' numbers, whose uevents go into `events`."""
 
     def build(*cards: str, firmware: bool = True) -> SimulatedNode:
-        node = SimulatedNode(tmp_path, numbers=NUMBERS)
+        node = SimulatedNode(short_tmp, numbers=NUMBERS)
         for card in cards:
             node.add(card, firmware=firmware)
         node.on_uevent = events.append
@@ -86,9 +79,9 @@ def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, st
 
 
 @pytest.mark.parametrize("name", capture_names())
-def test_every_capture_round_trips(tmp_path: Path, name: str) -> None:
+def test_every_capture_round_trips(short_tmp: Path, name: str) -> None:
     """A tree built from a capture has its names, contents, links and numbers, and no others."""
-    node = SimulatedNode.from_capture(tmp_path, name, numbers=NUMBERS)
+    node = SimulatedNode.from_capture(short_tmp, name, numbers=NUMBERS)
     expected = captured_tree(name)
 
     assert observed_tree(node, expected) == expected
@@ -128,12 +121,12 @@ def anonymous(tree: dict[str, str], name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_added_boards_look_like_captured_ones(tmp_path: Path, name: str) -> None:
+def test_added_boards_look_like_captured_ones(short_tmp: Path, name: str) -> None:
     """`add` gives a board the captured names, values, links and ordinals.
 
     Only IDs, heartbeat, a Galaxy's NUMA nodes and addresses in the configuration space are others.
     """
-    node = SimulatedNode(tmp_path, numbers=NUMBERS)
+    node = SimulatedNode(short_tmp, numbers=NUMBERS)
     for board in BOARDS[name]:
         node.add(**board)
     expected = captured_tree(name)

@@ -74,10 +74,10 @@ def chips_of(entry: Entry) -> set[str]:
     return {*entry.held.answer.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")}
 
 
-W = TypeVar("W", bound="Ward")
+W = TypeVar("W", bound="WatchedNode")
 
 
-class Ward(Node):
+class WatchedNode(Node):
     """A node with an API server, of whose pods it is known what they have open."""
 
     def __init__(self, version: str, policy: str = "none") -> None:
