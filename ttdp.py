@@ -4554,7 +4554,9 @@ def _chip_row(
 
 
 def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | None:
-    """Return the processes that have a chip's device file open; None if they are unknown."""
+    """Return the processes that use a chip, by its device file; None if they are unknown."""
+    if chip.function.driver not in (None, DRIVER):
+        return None  # a virtual machine may use it
     if not chip.is_present:
         return ()
     # They are read with the telemetry: while that blocks, the last ones can have ended.
@@ -6828,7 +6830,7 @@ SWITCHES = {  # options of commands that have no value
     "json": "print JSON",
     "quiet": "print only lines that are not ok",
     "config_only": "check only the configuration",
-    "yes": "answer yes to the questions, except before a reset on a Galaxy",
+    "yes": "answer yes to questions, except before a reset with unknown effects",
 }
 COMMANDS = {
     "run": Command(
@@ -7423,6 +7425,8 @@ class Situation(NamedTuple):
     ends_at: float | None = None  # when a thermal trip will be over, Unix time
     in_service: bool = True  # False: excluded, and held by no pod
     is_galaxys: bool = False
+    outdated: str | None = None  # why the daemon's view is older than it should be
+    guests: Mapping[str, str] = {}  # other drivers of chips that a reset can reset as well
     is_arm64: bool = False
     done: frozenset[Step] = frozenset()
 
@@ -7445,6 +7449,8 @@ class Situation(NamedTuple):
     def is_current(self) -> bool:
         """Return whether the daemon has seen what sysfs shows."""
         shown = Chip(self.function).fault
+        if self.outdated:
+            return False
         if shown:
             return self.fault is not None and self.fault.kind is shown.kind
         return self.fault is None or self.fault.kind not in STRUCTURAL
@@ -7453,6 +7459,7 @@ class Situation(NamedTuple):
 def next_step(seen: Situation) -> Step | End:
     """Return what to do next about a chip, or why nothing: the first row that applies.
 
+        the daemon's view is old            nothing: a pod can have got the chip since
         out of service                      nothing
         not on the bus                      RESCAN
         another driver's                    nothing: a virtual machine may use the card
@@ -7469,6 +7476,8 @@ def next_step(seen: Situation) -> Step | End:
     """
     function, fault, step = seen.function, seen.fault, Step.RESET
     kind = fault.kind if fault else None
+    if seen.outdated:
+        return End(f"nothing is done: the service {seen.outdated}")
     if not seen.in_service:
         return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
 
@@ -7672,12 +7681,23 @@ def row_of(view: View, address: str) -> View:
 
 
 def other_chips(view: View, row: View) -> list[View]:
-    """Return the other chips that a reset of this one resets: of a p300, its board's."""
-    rows = {each["bdf"]: each for each in view["chips"]}
-    for chips in view["boards"].values():
-        if row["board"] == "p300" and row["bdf"] in chips:
-            return [rows[bdf] for bdf in chips if bdf != row["bdf"]]
-    return []
+    """Return the other chips that a reset of this one resets: of a p300, its board's.
+
+    While one of the two has not reported the board's serial number, these are all that it can be:
+    the p300 chips whose board is not whole.
+    """
+    whole: dict[str, str] = {}  # IDs of whole boards by their chips
+    for board, chips in view["boards"].items():
+        if len(chips) == 2:
+            whole |= dict.fromkeys(chips, board)
+
+    found = []
+    for each in view["chips"] if row["board"] == "p300" else ():
+        are_of_one = whole.get(each["bdf"]) == whole.get(row["bdf"])
+        can_be_of_one = len({each["serial"], row["serial"], None}) < 3
+        if each["board"] == "p300" and are_of_one and can_be_of_one and each is not row:
+            found.append(each)
+    return found
 
 
 def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
@@ -7708,8 +7728,10 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
         return 1
 
 
-def _use(row: View) -> str:
-    """Return who uses a chip, as the end of a line about it."""
+def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
+    """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
+    if driver := (guests or {}).get(row["bdf"]):
+        return f"driver {driver} is bound, so a virtual machine may use it"
     is_all = None not in (row["pods"], row["processes"])
     if found := users_of(row):
         return f"used by {', '.join(found)}{'' if is_all else ' (others are not known)'}"
@@ -7742,7 +7764,8 @@ class Mender:
         task = asyncio.current_task()
         assert task
         for number in INTERRUPTS:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
         try:
             end = await self._mend()
@@ -7819,6 +7842,12 @@ class Mender:
         if function is None or function.arch is None:  # another vendor's card, or none
             function = PciFunction(self._bdf, row["arch"], on_bus=False)
 
+        guests = {}
+        for each in other_chips(view, row):
+            other = bus.get(each["bdf"])
+            if other and other.driver not in (None, DRIVER):
+                guests[other.bdf] = other.driver
+
         # The daemon's monotonic clock is this process's, too; a person reads Unix time.
         fault = view["faults"].get(self._bdf)
         now = time.time()
@@ -7835,6 +7864,8 @@ class Mender:
             ends_at,
             in_service=row["healthy"] is not None,
             is_galaxys=str(row["board"]).startswith("galaxy"),
+            outdated=outdated_because(view),
+            guests=guests,
             is_arm64=os.uname().machine == "aarch64",
             done=frozenset(self._done),
         )
@@ -7899,11 +7930,13 @@ class Mender:
             for each in others:
                 self._say(f"{each['bdf']}: {_use(each)}")
         if step is Step.RESET and row["board"] == "p300":
+            whose = "the other chip of its board"
+            is_known = [each["serial"] for each in others] == [row["serial"] or ""]
+            if not is_known:
+                self._say(f"{whose}, which is not known, is reset too")
             for each in others:
-                other = f"{each['bdf']}, the other chip of its board, is reset too"
-                self._say(f"{other}; {_use(each)}")
-            if not others:
-                self._say("the other chip of its board, which is not known, is reset too")
+                text = f", {whose}, is reset too" if is_known else f" may be {whose}"
+                self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
         if step is Step.RESET and seen.is_galaxys:
             self._say(GALAXY_RESETS)
         if step is Step.BIND and not _is_free(seen):
@@ -7916,7 +7949,7 @@ class Mender:
 
     async def _ask(self, step: Step, seen: Situation) -> End | None:
         """Return why a step is not taken, None if it is."""
-        needs_answer = step is Step.RESET and seen.is_galaxys
+        needs_answer = step is Step.RESET and bool(seen.is_galaxys or seen.guests)
         if self._says_yes and not needs_answer:
             return None
 
@@ -7968,10 +8001,10 @@ class Mender:
         async with running([path, "--version"], stdout=subprocess.PIPE) as process:
             output, _ = await process.communicate()
         version = output.decode("utf-8", "replace").partition("\n")[0]
-        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-        if numbers < TT_SMI_NEEDED:
+        numbers = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+        if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
             needed = ".".join(map(str, TT_SMI_NEEDED))
-            return "", f"{path} is version {version or 'unknown'}; {needed} or later is needed"
+            return "", f"{path} is version {version[:63] or 'unknown'}; {needed} or later is needed"
         self._tt_smi = path
         return path, ""
 
