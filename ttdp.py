@@ -3214,13 +3214,12 @@ class Directories:
         try:
             if path in self._lock_paths:
                 _check_lock_dir(dirname(path))
-                with _opened_directory(path) as directory:
+                with _opened_to_empty(path, 0o1777) as directory:
                     _empty(directory, steps)
-                _set_mode(path, 0o1777)
             elif is_kept:
                 with (
                     _opened_own_directory(dirname(path)) as parent,
-                    _opened_directory(basename(path), parent) as directory,
+                    _opened_to_empty(path, 0o777, parent) as directory,
                 ):
                     _empty(directory, steps)
             else:
@@ -3304,10 +3303,11 @@ def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError
     Returns whether there were directories. What cannot be removed or moved is added to `failures`.
     """
     has_moved = False
-    with _opened_directory(name, parent) as directory:
+    with _opened_to_empty(name, 0o700, parent) as directory:
         for entry in _entries(directory, steps):
             try:
                 if entry.is_dir(follow_symlinks=False):
+                    _set_mode(entry.name, 0o700, directory)  # which a move needs, too
                     # Its own name may exist in the parent as well.
                     new = f"moved-{os.urandom(8).hex()}"
                     os.rename(entry.name, new, src_dir_fd=directory, dst_dir_fd=parent)
@@ -3332,7 +3332,7 @@ def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    with _opened_directory(name, parent) as directory:
+    with _opened_to_empty(name, 0o700, parent) as directory:
         _empty(directory, steps)
     os.rmdir(name, dir_fd=parent)
 
@@ -3395,6 +3395,18 @@ def _opened_directory(
         yield directory
     finally:
         os.close(directory)
+
+
+@contextmanager
+def _opened_to_empty(path: str, mode: int, parent: int | None = None) -> Iterator[int]:
+    """Open a directory whose entries are to be removed, with this mode if it is root's.
+
+    Root without capabilities obeys modes, also those that root in a container has set. Raises
+    OSError.
+    """
+    _set_mode(path, mode, parent)
+    with _opened_directory(path if parent is None else basename(path), parent) as directory:
+        yield directory
 
 
 @contextmanager

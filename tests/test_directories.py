@@ -736,6 +736,25 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     assert not (parent / "open").exists()
 
 
+@needs_root
+@pytest.mark.parametrize("mode", [0o000, 0o555])
+def test_what_root_has_closed_in_a_container_is_removed(dev: Path, parent: Path, mode: int) -> None:
+    """Its directories are the service's own, such as a read-only cache in /dev/shm."""
+    locks = dev / "locks/n150"
+    for own in (parent / "x", locks):
+        nested = [own, own / "first", own / "first/second", own / "first/second/third"]
+        nested[-1].mkdir(parents=True)
+        for each in reversed(nested):
+            (each / "page").touch()
+            each.chmod(mode)
+
+    resisting = without_capabilities(dev, f"directories.note_locks('{locks}'){TIDY}")
+
+    assert json.loads(resisting) == {}
+    assert not any(parent.iterdir())
+    assert mode_of(locks) == 0o1777 and not any(locks.iterdir())
+
+
 PUT_RIGHT = """
 names = [f"{parent}/{name}" for name in ("theirs", "roots")]
 directories.put_right(ttdp.Hold("", frozenset(), directories=tuple(names)))
