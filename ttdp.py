@@ -3069,13 +3069,13 @@ class RemovalSteps:
     """How many files may be removed until other work goes on."""
 
     def __init__(self, number: int = STEPS) -> None:
-        self._left = number
+        self.left = number
 
     def take(self) -> None:
         """Raise OutOfSteps if none is left."""
-        if self._left <= 0:
+        if self.left <= 0:
             raise OutOfSteps
-        self._left -= 1
+        self.left -= 1
 
 
 class Resistance(NamedTuple):
@@ -3273,6 +3273,7 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     nested.
     """
     failures: list[OSError] = []
+    number = steps.left
     has_moved = True  # so there are entries that the last pass may not have seen
 
     try:
@@ -3288,9 +3289,9 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
                 except OSError as error:
                     failures.append(error)
     except OutOfSteps:
-        # A directory that resists is tried again after a pause: it must not take all steps of
-        # each turn.
-        if not failures:
+        # If most entries resist, they are tried again after a pause: they must not take all steps
+        # of each turn.
+        if len(failures) <= number // 2:
             raise
 
     if failures:

@@ -670,6 +670,27 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     assert not directories.resisting and not any(parent.iterdir())
 
 
+@pytest.mark.parametrize(("number", "left"), [(1, 1), (99, 999)])
+def test_what_lies_beside_what_resists_is_removed_without_pauses(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch, number: int, left: int
+) -> None:
+    """But a directory of which most resists must not take all steps of each turn."""
+    fill(parent, x=1000)
+    stuck = os.listdir(parent / "x")[:number]
+    genuine = os.unlink
+
+    def unlink(path: str, **keywords: Any) -> None:
+        if path in stuck:
+            raise PermissionError(1, "Operation not permitted")
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    turns(directories, steps=100)
+
+    assert len([*(parent / "x").iterdir()]) == left
+    assert [*directories.resisting] == [str(parent / "x")]
+
+
 def test_what_resists_a_start_is_known_until_it_is_emptied(
     directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
