@@ -3282,6 +3282,8 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
             for entry in _entries(directory, steps):
                 try:
                     if entry.is_dir(follow_symlinks=False):
+                        if _is_removed(entry.name, directory):
+                            continue
                         has_moved |= _move_up(entry.name, directory, steps, failures)
                         os.rmdir(entry.name, dir_fd=directory)
                     else:
@@ -3296,6 +3298,20 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
 
     if failures:
         raise failures[0]
+
+
+def _is_removed(name: str, parent: int) -> bool:
+    """Return whether a directory was empty, and is removed now.
+
+    Raises OSError: the kernel refuses a mount point (EBUSY), so what is mounted is never emptied.
+    """
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False
+    return True
 
 
 def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError]) -> bool:
@@ -3333,9 +3349,10 @@ def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    with _opened_to_empty(name, 0o700, parent) as directory:
-        _empty(directory, steps)
-    os.rmdir(name, dir_fd=parent)
+    if not _is_removed(name, parent):
+        with _opened_to_empty(name, 0o700, parent) as directory:
+            _empty(directory, steps)
+        os.rmdir(name, dir_fd=parent)
 
 
 @contextmanager

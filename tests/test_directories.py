@@ -637,6 +637,32 @@ def test_no_link_leads_out_of_a_directory(
     assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
 
 
+def test_what_is_mounted_in_a_directory_is_not_removed(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel neither removes nor moves a mount point; all that is beside it is removed."""
+    for path in ("x/mount/disk", "x/a/mount/disk", "x/a/b/file", "mount/disk"):
+        (parent / path).parent.mkdir(parents=True)
+        (parent / path).touch()
+
+    def refuse(call: Callable[..., None]) -> Callable[..., None]:
+        def refusing(path: str, *others: Any, **keywords: Any) -> None:
+            if path == "mount":
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            call(path, *others, **keywords)
+
+        return refusing
+
+    for name in ("rmdir", "rename"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    tidy(directories)
+
+    left = sorted(str(path.relative_to(parent)) for path in parent.rglob("disk"))
+    assert left == ["mount/disk", "x/a/mount/disk", "x/mount/disk"]
+    assert not [*parent.rglob("file")]
+    assert {each.reason for each in directories.resisting.values()} == {"Device or resource busy"}
+
+
 def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     directories: Directories, parent: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
