@@ -8301,7 +8301,7 @@ class Checks:
         for path, reason in service.get("resisting", {}).items():
             # A directory for hugepages is never used again, so that the command cannot hurt.
             is_unique = basename(dirname(path)) == OWN_DIRECTORY
-            command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
+            command = f"rm -rf --one-file-system {shlex.quote(path)}" if is_unique else ""
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:
