@@ -3058,6 +3058,7 @@ def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
 STEPS = 1000  # files that are removed at a time: about 10 ms
+STEPS_TAKE = 0.02  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
 
@@ -3066,16 +3067,18 @@ class OutOfSteps(Exception):
 
 
 class RemovalSteps:
-    """How many files may be removed until other work goes on."""
+    """How many files may be removed, and for how long, until other work goes on."""
 
-    def __init__(self, number: int = STEPS) -> None:
-        self.left = number
+    def __init__(self, number: int = STEPS, seconds: float = inf) -> None:
+        self._number = number
+        self._deadline = monotonic() + seconds
+        self.taken = 0
 
     def take(self) -> None:
-        """Raise OutOfSteps if none is left."""
-        if self.left <= 0:
+        """Raise OutOfSteps if none is left. One always is, so that each turn gets on."""
+        if self.taken >= self._number or (self.taken and monotonic() > self._deadline):
             raise OutOfSteps
-        self.left -= 1
+        self.taken += 1
 
 
 class Resistance(NamedTuple):
@@ -3273,7 +3276,7 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     nested.
     """
     failures: list[OSError] = []
-    number = steps.left
+    taken_before = steps.taken
     has_moved = True  # so there are entries that the last pass may not have seen
 
     try:
@@ -3293,7 +3296,7 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     except OutOfSteps:
         # If most entries resist, they are tried again after a pause: they must not take all steps
         # of each turn.
-        if len(failures) <= number // 2:
+        if 2 * len(failures) <= steps.taken - taken_before:
             raise
 
     if failures:
@@ -5581,7 +5584,8 @@ class Allocator:
             try:
                 unnamed = host.unnamed_directories(decision, now) - call.directories
                 left_behind = host.holds.left_behind(call, decision.holds)
-                host.directories.clear(unnamed, left_behind, now, RemovalSteps())
+                steps = RemovalSteps(seconds=STEPS_TAKE)
+                host.directories.clear(unnamed, left_behind, now, steps)
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -6726,7 +6730,8 @@ class Daemon:
                 host.directories.note_locks(locks)
 
         try:
-            host.directories.clear(host.unnamed_directories(decision, now), (), now, RemovalSteps())
+            steps = RemovalSteps(seconds=STEPS_TAKE)
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, steps)
             self._must_tidy = False
         except OutOfSteps:
             self._must_tidy = True

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -592,6 +593,30 @@ def test_many_files_are_removed_in_several_turns(directories: Directories, paren
 
     assert turns(directories, steps=100) == 6
     assert not any(parent.iterdir())
+
+
+def test_large_files_are_removed_in_several_turns(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes seconds for what a container had in /dev/shm, such as a model's weights."""
+    fill(parent, x=5)
+    now = time.monotonic()
+    genuine = os.unlink
+
+    def unlink(path: str, **keywords: Any) -> None:
+        nonlocal now
+        now += 1
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    monkeypatch.setattr(ttdp, "monotonic", lambda: now)
+
+    left = []
+    while (parent / "x").exists():
+        with suppress(OutOfSteps):
+            directories.clear([str(parent / "x")], (), now, RemovalSteps(seconds=0.02))
+        left.append(len([*(parent / "x").glob("*")]))
+    assert left == [4, 3, 2, 1, 0]
 
 
 def test_a_large_directory_delays_no_other_one(directories: Directories, parent: Path) -> None:
