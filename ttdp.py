@@ -3058,7 +3058,7 @@ def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
 STEPS = 1000  # files that are removed at a time: about 10 ms
-STEPS_TAKE = 0.02  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
+STEPS_TAKE = 0.01  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
 
@@ -3198,6 +3198,17 @@ class Directories:
             if is_due or path in left_behind:
                 self._tried_at[path] = now
                 self._clear(path, now, steps, is_kept=path in left_behind)
+
+    def problems(self, holds: Iterable[Hold]) -> dict[str, Reason]:
+        """Return why directories could not be emptied, by path. `holds`: the current ones."""
+        found = {}
+        named = set(chain(*(hold.directories for hold in holds)))
+        for path, each in self.resisting.items():
+            # One that no hold names is never used again, so that the command cannot hurt.
+            is_over = basename(dirname(path)) == OWN_DIRECTORY and path not in named
+            command = f"rm -rf --one-file-system {shlex.quote(path)}" if is_over else ""
+            found[path] = Reason(each.reason, command)
+        return found
 
     def _hugepage_paths(self) -> Iterator[str]:
         """Yield all that is in our directory of each hugetlbfs; raises OSError."""
@@ -4446,7 +4457,7 @@ class Service(NamedTuple):
     rejected: str | None  # why the configuration on disk is not in force
     files: Mapping[str, str]  # why files for others are not as they should be, by path
     problems: Mapping[str, Reason]  # of the host, by subject
-    resisting: Mapping[str, str]  # why directories cannot be emptied, by path
+    resisting: Mapping[str, Reason]  # why directories cannot be emptied, by path
 
 
 # The keys of a view, by which `ask` recognises one of this version.
@@ -6371,14 +6382,13 @@ class Reporter:
         host.inventory.date_faults(time.time())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
-        resisting = host.directories.resisting
         service = Service(
             self.status(decision),
             self._sessions.registrations,
             host.rejected,
             host.files.problems,
             host.problems,
-            {path: each.reason for path, each in resisting.items()},
+            host.directories.problems(decision.holds),
         )
         return json.dumps(host.view(decision, service))
 
@@ -8303,10 +8313,7 @@ class Checks:
             yield Finding("ok", "hugepages", text)
 
         service = self._view["service"] or {}
-        for path, reason in service.get("resisting", {}).items():
-            # A directory for hugepages is never used again, so that the command cannot hurt.
-            is_unique = basename(dirname(path)) == OWN_DIRECTORY
-            command = f"rm -rf --one-file-system {shlex.quote(path)}" if is_unique else ""
+        for path, (reason, command) in service.get("resisting", {}).items():
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _mounts_and_locks(self) -> Findings:

@@ -761,6 +761,9 @@ def test_what_resists_a_start_is_known_until_it_is_emptied(
     start(1000.0)
     tidy(directories, named(own), now=1001.0)
     assert [*directories.resisting] == [str(own)]
+    # The pod can start again: only the directory of one that has ended is to be removed by hand.
+    assert directories.problems([named(own)])[str(own)].command == ""
+    assert directories.problems([])[str(own)].command.startswith("rm -rf ")
 
     monkeypatch.setattr("os.unlink", genuine)
     start(1002.0)
