@@ -7872,8 +7872,8 @@ class Mender:
         if isinstance(step, End):
             return Plan(step)
 
-        pods = [pods_of(row) for row in self._rows_hit(step)]
-        return Plan(step, program, shown_command(step, seen, self._settings, program), pods)
+        command = shown_command(step, seen, self._settings, program)
+        return Plan(step, program, command, self._pods_hit(step))
 
     # Looks
 
@@ -7949,6 +7949,10 @@ class Mender:
         if step is Step.LOAD:
             return [row, *(each for each in self._view["chips"] if each is not row)]
         return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
+
+    def _pods_hit(self, step: Step) -> list[Sequence[str]]:
+        """Return the pods of each of these chips."""
+        return [pods_of(row) for row in self._rows_hit(step)]
 
     # Lines and questions
 
@@ -8057,7 +8061,7 @@ class Mender:
         """Take a step. An error of the kernel is printed; raises PermissionError."""
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
-        hit = [] if step in COSTS_NOTHING else plan.pods
+        hit = [] if step in COSTS_NOTHING else [*plan.pods]
         self._done.add(step)
         if step is Step.REBIND:
             self._done.add(Step.BIND)  # which is a part of it
@@ -8067,6 +8071,8 @@ class Mender:
                 async with running(reset_command(seen.function, program)) as process:
                     if status := await process.wait():  # which proves nothing
                         self._say(f"tt-smi ended with status {status}")
+                self._look()
+                hit += self._pods_hit(step)  # a pod can have got the other chip meanwhile
             else:
                 self._act(step, seen, program)
 

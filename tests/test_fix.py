@@ -696,6 +696,25 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: Mended) -> None:
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
+async def test_a_pod_that_gets_the_other_chip_during_a_reset_is_hit(host: Mended) -> None:
+    """It was healthy until then, so the kubelet could give it away."""
+    chip, _ = await host.add("p300c")
+    chip.die()
+    await host.shows(chip, Kind.NO_RESPONSE)
+    host.constants["FOLLOWS_WITHIN"] = 0.5
+    began, may_end = host.root / "began", host.root / "may_end"
+    wait = f"touch {began}; until [ -e {may_end} ]; do sleep 0.05; done"
+    tt_smi = host.node.root / "bin/tt-smi"
+    tt_smi.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 6.8.0 && exit\n{wait}')
+
+    fixing = asyncio.ensure_future(host.fix(chip, "--yes"))
+    await until(began.exists)
+    await host.admit(P300, "train-0")
+    may_end.touch()
+
+    assert (await fixing).out.endswith("pods that must be started again: default/train-0\n")
+
+
 UNKNOWN = "the other chip of its board, which is not known, is reset too"
 
 
