@@ -7077,8 +7077,14 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
     except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
+        log.error("cannot look at this node: %s", _text_of(error))
         return 1
+
+
+def _text_of(error: OSError) -> str:
+    """Return the reason of an error, after the file that it is about, if there is one."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def print_safely(text: str) -> None:
@@ -7769,7 +7775,7 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
         return refusal.status
     except OSError as error:
         advice = "; run it as root" if isinstance(error, PermissionError) else ""
-        log.error("%s", printable(f"{error.filename}: {error.strerror}{advice}"))
+        log.error("%s", printable(f"{_text_of(error)}{advice}"))
         return 1
 
 
@@ -8058,10 +8064,10 @@ class Mender:
         return path, ""
 
     async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step. An error of the kernel is printed; raises PermissionError."""
+        """Take a step. An error of the kernel is printed; raises OSError if nothing was done."""
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
-        hit = [] if step in COSTS_NOTHING else [*plan.pods]
+        hit = [] if step in COSTS_NOTHING else plan.pods
         self._done.add(step)
         if step is Step.REBIND:
             self._done.add(Step.BIND)  # which is a part of it
@@ -8071,18 +8077,21 @@ class Mender:
                 async with running(reset_command(seen.function, program)) as process:
                     if status := await process.wait():  # which proves nothing
                         self._say(f"tt-smi ended with status {status}")
-                self._look()
-                hit += self._pods_hit(step)  # a pod can have got the other chip meanwhile
             else:
                 self._act(step, seen, program)
 
-        except PermissionError:
-            hit = []  # root's rights are missing: nothing was done
-            raise
         except OSError as error:
-            self._say(f"{error.filename}: {error.strerror}")
+            # Root's rights are missing, or a program cannot be run: nothing was done.
+            if isinstance(error, PermissionError) or program:
+                hit = []
+                raise
+            self._say(_text_of(error))
         finally:
             self._hit |= dict.fromkeys(chain(*hit))
+
+        if step is Step.RESET:
+            self._look()
+            self._hit |= dict.fromkeys(chain(*self._pods_hit(step)))  # as one can have come since
 
     def _act(self, step: Step, seen: Situation, program: str) -> None:
         """Take a step that an interrupt does not end; raises OSError."""

@@ -875,6 +875,22 @@ async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     assert "tt-smi ended with status 1\n" in answer.out and answer.status == 0
 
 
+async def test_a_tt_smi_that_cannot_be_run(host: Mended) -> None:
+    """It was replaced meanwhile: nothing was reset, and no pod has lost its chip."""
+    dead = await host.dead()
+    tt_smi, other = host.node.root / "bin/tt-smi", host.node.root / "bin/other"
+    other.write_bytes(b"\0")
+    other.chmod(0o755)
+    tt_smi.write_text(f"#!/bin/sh\necho 6.8.0\nmv {other} {tt_smi}")
+
+    answer = await host.fix(dead, "--yes")
+
+    assert (answer.status, answer.err) == (1, f"{tt_smi}: Exec format error\n")
+    assert answer.out.endswith(
+        "next step: reset the chip with tt-smi, which interrupts its users\n"
+    )
+
+
 async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Mended) -> None:
     """The chip is looked at afterwards. One that does not end is killed."""
     dead = await host.dead()
