@@ -7424,6 +7424,7 @@ FOLLOWS_WITHIN = 30.0  # seconds that an effect has, at least; four health inter
 RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
 WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
 ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
+VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
 TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
 STRUCTURAL = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)  # faults that sysfs and /dev show
 GALAXY_RESETS = (
@@ -8054,8 +8055,11 @@ class Mender:
             return path, ""
 
         async with running([path, "--version"], stdout=subprocess.PIPE) as process:
-            output, _ = await process.communicate()
-        version = output.decode("utf-8", "replace").partition("\n")[0]
+            assert process.stdout
+            line = asyncio.ensure_future(process.stdout.readline())
+            await asyncio.wait({line}, timeout=VERSION_TAKES)
+        is_known = line.done() and not line.exception()  # ValueError: a line without an end
+        version = line.result().decode("utf-8", "replace").strip() if is_known else ""
         numbers = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", version)
         if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
             needed = ".".join(map(str, TT_SMI_NEEDED))

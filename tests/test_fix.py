@@ -863,6 +863,20 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
     assert (path, problem) == (("", old) if is_old else (place, ""))
 
 
+@pytest.mark.parametrize("script", ["sleep 600", "while :; do echo -n 4.2; done", "exit 3"])
+async def test_a_tt_smi_that_does_not_print_its_version(host: Mended, script: str) -> None:
+    """It hangs, or prints without an end, or nothing: then it is not used."""
+    dead = await host.dead()
+    host.constants["VERSION_TAKES"] = 1.0
+    tt_smi = host.node.root / "bin/tt-smi"
+    tt_smi.write_text(f"#!/bin/sh\n{script}")
+
+    answer = await host.fix(dead, "--yes")
+
+    assert answer.out.endswith(f"{tt_smi} is version unknown; 4.2 or later is needed\n")
+    assert (answer.status, answer.err) == (1, "")
+
+
 async def test_the_environment_and_the_status_of_tt_smi(host: Mended) -> None:
     """It sees all devices: without this one, it would reset none. Its status proves nothing."""
     dead = await host.dead()
@@ -881,7 +895,7 @@ async def test_a_tt_smi_that_cannot_be_run(host: Mended) -> None:
     tt_smi, other = host.node.root / "bin/tt-smi", host.node.root / "bin/other"
     other.write_bytes(b"\0")
     other.chmod(0o755)
-    tt_smi.write_text(f"#!/bin/sh\necho 6.8.0\nmv {other} {tt_smi}")
+    tt_smi.write_text(f"#!/bin/sh\nmv {other} {tt_smi}\necho 6.8.0")
 
     answer = await host.fix(dead, "--yes")
 
