@@ -3317,12 +3317,12 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
 def _is_removed(name: str, parent: int) -> bool:
     """Return whether a directory was empty, and is removed now.
 
-    Raises OSError: the kernel refuses a mount point (EBUSY), so what is mounted is never emptied.
+    Raises OSError for a mount point: what is mounted there is not for us to remove.
     """
     try:
         os.rmdir(name, dir_fd=parent)
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno == errno.EBUSY:
             raise
         return False
     return True

@@ -830,6 +830,22 @@ def test_what_root_has_closed_in_a_container_is_removed(dev: Path, parent: Path,
     assert mode_of(locks) == 0o1777 and not any(locks.iterdir())
 
 
+@needs_root
+def test_what_is_in_a_directory_that_stays_is_removed(dev: Path, parent: Path) -> None:
+    """As another user has made the one around it sticky, it cannot be removed itself."""
+    inner = parent / "sticky/inner"
+    inner.mkdir(parents=True)
+    (inner / "page").touch()
+    for path, owner, mode in ((inner, OTHER + 1, 0o777), (inner.parent, OTHER, 0o1777)):
+        os.chown(path, owner, owner)
+        path.chmod(mode)
+
+    resisting = json.loads(without_capabilities(dev, TIDY))
+
+    assert [*resisting] == [str(parent / "sticky")]
+    assert inner.exists() and not any(inner.iterdir())
+
+
 PUT_RIGHT = """
 names = [f"{parent}/{name}" for name in ("theirs", "roots")]
 directories.put_right(ttdp.Hold("", frozenset(), directories=tuple(names)))
