@@ -3084,6 +3084,7 @@ def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
 STEPS = 1000  # files that are removed at a time: about 10 ms
+STEPS_TAKE = 0.01  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
 
@@ -3092,16 +3093,18 @@ class OutOfSteps(Exception):
 
 
 class RemovalSteps:
-    """How many files may be removed until other work goes on."""
+    """How many files may be removed, and for how long, until other work goes on."""
 
-    def __init__(self, number: int = STEPS) -> None:
-        self._left = number
+    def __init__(self, number: int = STEPS, seconds: float = inf) -> None:
+        self._number = number
+        self._deadline = monotonic() + seconds
+        self.taken = 0
 
     def take(self) -> None:
-        """Raise OutOfSteps if none is left."""
-        if self._left <= 0:
+        """Raise OutOfSteps if none is left. One always is, so that each turn gets on."""
+        if self.taken >= self._number or (self.taken and monotonic() > self._deadline):
             raise OutOfSteps
-        self._left -= 1
+        self.taken += 1
 
 
 class Resistance(NamedTuple):
@@ -3222,6 +3225,17 @@ class Directories:
                 self._tried_at[path] = now
                 self._clear(path, now, steps, is_kept=path in left_behind)
 
+    def problems(self, holds: Iterable[Hold]) -> dict[str, Reason]:
+        """Return why directories could not be emptied, by path. `holds`: the current ones."""
+        found = {}
+        named = set(chain(*(hold.directories for hold in holds)))
+        for path, each in self.resisting.items():
+            # One that no hold names is never used again, so that the command cannot hurt.
+            is_over = basename(dirname(path)) == OWN_DIRECTORY and path not in named
+            command = f"rm -rf --one-file-system {shlex.quote(path)}" if is_over else ""
+            found[path] = Reason(each.reason, command)
+        return found
+
     def _hugepage_paths(self) -> Iterator[str]:
         """Yield all that is in our directory of each hugetlbfs; raises OSError."""
         for hugetlbfs in hugetlbfs_mounts(self._settings):
@@ -3240,13 +3254,12 @@ class Directories:
         try:
             if path in self._lock_paths:
                 _check_lock_dir(dirname(path))
-                with _opened_directory(path) as directory:
+                with _opened_to_empty(path, 0o1777) as directory:
                     _empty(directory, steps)
-                _set_mode(path, 0o1777)
             elif is_kept:
                 with (
                     _opened_own_directory(dirname(path)) as parent,
-                    _opened_directory(basename(path), parent) as directory,
+                    _opened_to_empty(path, 0o777, parent) as directory,
                 ):
                     _empty(directory, steps)
             else:
@@ -3300,6 +3313,7 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     nested.
     """
     failures: list[OSError] = []
+    taken_before = steps.taken
     has_moved = True  # so there are entries that the last pass may not have seen
 
     try:
@@ -3308,6 +3322,8 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
             for entry in _entries(directory, steps):
                 try:
                     if entry.is_dir(follow_symlinks=False):
+                        if _is_removed(entry.name, directory):
+                            continue
                         has_moved |= _move_up(entry.name, directory, steps, failures)
                         os.rmdir(entry.name, dir_fd=directory)
                     else:
@@ -3315,13 +3331,27 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
                 except OSError as error:
                     failures.append(error)
     except OutOfSteps:
-        # A directory that resists is tried again after a pause: it must not take all steps of
-        # each turn.
-        if not failures:
+        # If most entries resist, they are tried again after a pause: they must not take all steps
+        # of each turn.
+        if 2 * len(failures) <= steps.taken - taken_before:
             raise
 
     if failures:
         raise failures[0]
+
+
+def _is_removed(name: str, parent: int) -> bool:
+    """Return whether a directory was empty, and is removed now.
+
+    Raises OSError for a mount point: what is mounted there is not for us to remove.
+    """
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError]) -> bool:
@@ -3330,10 +3360,11 @@ def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError
     Returns whether there were directories. What cannot be removed or moved is added to `failures`.
     """
     has_moved = False
-    with _opened_directory(name, parent) as directory:
+    with _opened_to_empty(name, 0o700, parent) as directory:
         for entry in _entries(directory, steps):
             try:
                 if entry.is_dir(follow_symlinks=False):
+                    _set_mode(entry.name, 0o700, directory)  # which a move needs, too
                     # Its own name may exist in the parent as well.
                     new = f"moved-{os.urandom(8).hex()}"
                     os.rename(entry.name, new, src_dir_fd=directory, dst_dir_fd=parent)
@@ -3358,9 +3389,10 @@ def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    with _opened_directory(name, parent) as directory:
-        _empty(directory, steps)
-    os.rmdir(name, dir_fd=parent)
+    if not _is_removed(name, parent):
+        with _opened_to_empty(name, 0o700, parent) as directory:
+            _empty(directory, steps)
+        os.rmdir(name, dir_fd=parent)
 
 
 @contextmanager
@@ -3421,6 +3453,18 @@ def _opened_directory(
         yield directory
     finally:
         os.close(directory)
+
+
+@contextmanager
+def _opened_to_empty(path: str, mode: int, parent: int | None = None) -> Iterator[int]:
+    """Open a directory whose entries are to be removed, with this mode if it is root's.
+
+    Root without capabilities obeys modes, also those that root in a container has set. Raises
+    OSError.
+    """
+    _set_mode(path, mode, parent)
+    with _opened_directory(path if parent is None else basename(path), parent) as directory:
+        yield directory
 
 
 @contextmanager
@@ -4442,7 +4486,7 @@ class Service(NamedTuple):
     rejected: str | None  # why the configuration on disk is not in force
     files: Mapping[str, str]  # why files that it writes are not as they should be, by path
     problems: Mapping[str, Reason]  # of the host, by subject
-    resisting: Mapping[str, str]  # why directories cannot be emptied, by path
+    resisting: Mapping[str, Reason]  # why directories cannot be emptied, by path
 
 
 # The keys of a view, by which `ask` recognises one of this version.
@@ -4583,7 +4627,9 @@ def _chip_row(
 
 
 def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | None:
-    """Return the processes that have a chip's device file open; None if they are unknown."""
+    """Return the processes that use a chip, by its device file; None if they are unknown."""
+    if chip.function.driver not in (None, DRIVER):
+        return None  # a virtual machine may use it
     if not chip.is_present:
         return ()
     # They are read with the telemetry: while that blocks, the last ones can have ended.
@@ -5599,7 +5645,8 @@ class Allocator:
             try:
                 unnamed = host.unnamed_directories(decision, now) - call.directories
                 left_behind = host.holds.left_behind(call, decision.holds)
-                host.directories.clear(unnamed, left_behind, now, RemovalSteps())
+                steps = RemovalSteps(seconds=STEPS_TAKE)
+                host.directories.clear(unnamed, left_behind, now, steps)
                 return
             except OutOfSteps:
                 if monotonic() > deadline:
@@ -6394,14 +6441,13 @@ class Reporter:
         host.inventory.date_faults(time.time())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
-        resisting = host.directories.resisting
         service = Service(
             self.status(decision),
             self._sessions.registrations,
             host.rejected,
             {**host.files.problems, **host.state_file.problems},
             host.problems,
-            {path: each.reason for path, each in resisting.items()},
+            host.directories.problems(decision.holds),
         )
         return json.dumps(host.view(decision, service))
 
@@ -6759,7 +6805,8 @@ class Daemon:
                 host.directories.note_locks(locks)
 
         try:
-            host.directories.clear(host.unnamed_directories(decision, now), (), now, RemovalSteps())
+            steps = RemovalSteps(seconds=STEPS_TAKE)
+            host.directories.clear(host.unnamed_directories(decision, now), (), now, steps)
             self._must_tidy = False
         except OutOfSteps:
             self._must_tidy = True
@@ -6895,7 +6942,7 @@ SWITCHES = {  # options of commands that have no value
     "json": "print JSON",
     "quiet": "print only lines that are not ok",
     "config_only": "check only the configuration",
-    "yes": "answer yes to the questions, except before a reset on a Galaxy",
+    "yes": "answer yes to questions, except before a reset with unknown effects",
 }
 COMMANDS = {
     "run": Command(
@@ -7097,8 +7144,14 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
     except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error("cannot look at this node: %s: %s", error.filename, error.strerror)
+        log.error("cannot look at this node: %s", _text_of(error))
         return 1
+
+
+def _text_of(error: OSError) -> str:
+    """Return the reason of an error, after the file that it is about, if there is one."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def print_safely(text: str) -> None:
@@ -7454,6 +7507,7 @@ FOLLOWS_WITHIN = 30.0  # seconds that an effect has, at least; four health inter
 RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
 WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
 ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
+VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
 TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
 STRUCTURAL = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)  # faults that sysfs and /dev show
 GALAXY_RESETS = (
@@ -7506,6 +7560,8 @@ class Situation(NamedTuple):
     ends_at: float | None = None  # when a thermal trip will be over, Unix time
     in_service: bool = True  # False: excluded, and held by no pod
     is_galaxys: bool = False
+    outdated: str | None = None  # why the daemon's view is older than it should be
+    guests: Mapping[str, str] = {}  # other drivers of chips that a reset can reset as well
     is_arm64: bool = False
     done: frozenset[Step] = frozenset()
 
@@ -7528,6 +7584,8 @@ class Situation(NamedTuple):
     def is_current(self) -> bool:
         """Return whether the daemon has seen what sysfs shows."""
         shown = Chip(self.function).fault
+        if self.outdated:
+            return False
         if shown:
             return self.fault is not None and self.fault.kind is shown.kind
         return self.fault is None or self.fault.kind not in STRUCTURAL
@@ -7536,6 +7594,7 @@ class Situation(NamedTuple):
 def next_step(seen: Situation) -> Step | End:
     """Return what to do next about a chip, or why nothing: the first row that applies.
 
+        the daemon's view is old            nothing: a pod can have got the chip since
         out of service                      nothing
         not on the bus                      RESCAN
         another driver's                    nothing: a virtual machine may use the card
@@ -7552,6 +7611,8 @@ def next_step(seen: Situation) -> Step | End:
     """
     function, fault, step = seen.function, seen.fault, Step.RESET
     kind = fault.kind if fault else None
+    if seen.outdated:
+        return End(f"nothing is done: the service {seen.outdated}")
     if not seen.in_service:
         return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
 
@@ -7755,12 +7816,23 @@ def row_of(view: View, address: str) -> View:
 
 
 def other_chips(view: View, row: View) -> list[View]:
-    """Return the other chips that a reset of this one resets: of a p300, its board's."""
-    rows = {each["bdf"]: each for each in view["chips"]}
-    for chips in view["boards"].values():
-        if row["board"] == "p300" and row["bdf"] in chips:
-            return [rows[bdf] for bdf in chips if bdf != row["bdf"]]
-    return []
+    """Return the other chips that a reset of this one resets: of a p300, its board's.
+
+    While one of the two has not reported the board's serial number, these are all that it can be:
+    the p300 chips whose board is not whole.
+    """
+    whole: dict[str, str] = {}  # IDs of whole boards by their chips
+    for board, chips in view["boards"].items():
+        if len(chips) == 2:
+            whole |= dict.fromkeys(chips, board)
+
+    found = []
+    for each in view["chips"] if row["board"] == "p300" else ():
+        are_of_one = whole.get(each["bdf"]) == whole.get(row["bdf"])
+        can_be_of_one = len({each["serial"], row["serial"], None}) < 3
+        if each["board"] == "p300" and are_of_one and can_be_of_one and each is not row:
+            found.append(each)
+    return found
 
 
 def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
@@ -7787,12 +7859,14 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
         return refusal.status
     except OSError as error:
         advice = "; run it as root" if isinstance(error, PermissionError) else ""
-        log.error("%s", printable(f"{error.filename}: {error.strerror}{advice}"))
+        log.error("%s", printable(f"{_text_of(error)}{advice}"))
         return 1
 
 
-def _use(row: View) -> str:
-    """Return who uses a chip, as the end of a line about it."""
+def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
+    """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
+    if driver := (guests or {}).get(row["bdf"]):
+        return f"driver {driver} is bound, so a virtual machine may use it"
     is_all = None not in (row["pods"], row["processes"])
     if found := users_of(row):
         return f"used by {', '.join(found)}{'' if is_all else ' (others are not known)'}"
@@ -7825,7 +7899,8 @@ class Mender:
         task = asyncio.current_task()
         assert task
         for number in INTERRUPTS:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
         try:
             end = await self._mend()
@@ -7887,8 +7962,8 @@ class Mender:
         if isinstance(step, End):
             return Plan(step)
 
-        pods = [pods_of(row) for row in self._rows_hit(step)]
-        return Plan(step, program, shown_command(step, seen, self._settings, program), pods)
+        command = shown_command(step, seen, self._settings, program)
+        return Plan(step, program, command, self._pods_hit(step))
 
     # Looks
 
@@ -7901,6 +7976,12 @@ class Mender:
         function = bus.get(self._bdf)
         if function is None or function.arch is None:  # another vendor's card, or none
             function = PciFunction(self._bdf, row["arch"], on_bus=False)
+
+        guests = {}
+        for each in other_chips(view, row):
+            other = bus.get(each["bdf"])
+            if other and other.driver not in (None, DRIVER):
+                guests[other.bdf] = other.driver
 
         # The daemon's monotonic clock is this process's, too; a person reads Unix time.
         fault = view["faults"].get(self._bdf)
@@ -7918,6 +7999,8 @@ class Mender:
             ends_at,
             in_service=row["healthy"] is not None,
             is_galaxys=str(row["board"]).startswith("galaxy"),
+            outdated=outdated_because(view),
+            guests=guests,
             is_arm64=os.uname().machine == "aarch64",
             done=frozenset(self._done),
         )
@@ -7957,6 +8040,10 @@ class Mender:
             return [row, *(each for each in self._view["chips"] if each is not row)]
         return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
 
+    def _pods_hit(self, step: Step) -> list[Sequence[str]]:
+        """Return the pods of each of these chips."""
+        return [pods_of(row) for row in self._rows_hit(step)]
+
     # Lines and questions
 
     def _say(self, text: str) -> None:
@@ -7982,11 +8069,13 @@ class Mender:
             for each in others:
                 self._say(f"{each['bdf']}: {_use(each)}")
         if step is Step.RESET and row["board"] == "p300":
+            whose = "the other chip of its board"
+            is_known = [each["serial"] for each in others] == [row["serial"] or ""]
+            if not is_known:
+                self._say(f"{whose}, which is not known, is reset too")
             for each in others:
-                other = f"{each['bdf']}, the other chip of its board, is reset too"
-                self._say(f"{other}; {_use(each)}")
-            if not others:
-                self._say("the other chip of its board, which is not known, is reset too")
+                text = f", {whose}, is reset too" if is_known else f" may be {whose}"
+                self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
         if step is Step.RESET and seen.is_galaxys:
             self._say(GALAXY_RESETS)
         if step is Step.BIND and not _is_free(seen):
@@ -7999,7 +8088,7 @@ class Mender:
 
     async def _ask(self, step: Step, seen: Situation) -> End | None:
         """Return why a step is not taken, None if it is."""
-        needs_answer = step is Step.RESET and seen.is_galaxys
+        needs_answer = step is Step.RESET and bool(seen.is_galaxys or seen.guests)
         if self._says_yes and not needs_answer:
             return None
 
@@ -8049,17 +8138,20 @@ class Mender:
             return path, ""
 
         async with running([path, "--version"], stdout=subprocess.PIPE) as process:
-            output, _ = await process.communicate()
-        version = output.decode("utf-8", "replace").partition("\n")[0]
-        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-        if numbers < TT_SMI_NEEDED:
+            assert process.stdout
+            line = asyncio.ensure_future(process.stdout.readline())
+            await asyncio.wait({line}, timeout=VERSION_TAKES)
+        is_known = line.done() and not line.exception()  # ValueError: a line without an end
+        version = line.result().decode("utf-8", "replace").strip() if is_known else ""
+        numbers = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+        if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
             needed = ".".join(map(str, TT_SMI_NEEDED))
-            return "", f"{path} is version {version or 'unknown'}; {needed} or later is needed"
+            return "", f"{path} is version {version[:63] or 'unknown'}; {needed} or later is needed"
         self._tt_smi = path
         return path, ""
 
     async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step. An error of the kernel is printed; raises PermissionError."""
+        """Take a step. An error of the kernel is printed; raises OSError if nothing was done."""
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
         hit = [] if step in COSTS_NOTHING else plan.pods
@@ -8075,13 +8167,18 @@ class Mender:
             else:
                 self._act(step, seen, program)
 
-        except PermissionError:
-            hit = []  # root's rights are missing: nothing was done
-            raise
         except OSError as error:
-            self._say(f"{error.filename}: {error.strerror}")
+            # Root's rights are missing, or a program cannot be run: nothing was done.
+            if isinstance(error, PermissionError) or program:
+                hit = []
+                raise
+            self._say(_text_of(error))
         finally:
             self._hit |= dict.fromkeys(chain(*hit))
+
+        if step is Step.RESET:
+            self._look()
+            self._hit |= dict.fromkeys(chain(*self._pods_hit(step)))  # as one can have come since
 
     def _act(self, step: Step, seen: Situation, program: str) -> None:
         """Take a step that an interrupt does not end; raises OSError."""
@@ -8341,10 +8438,7 @@ class Checks:
             yield Finding("ok", "hugepages", text)
 
         service = self._view["service"] or {}
-        for path, reason in service.get("resisting", {}).items():
-            # A directory for hugepages is never used again, so that the command cannot hurt.
-            is_unique = basename(dirname(path)) == OWN_DIRECTORY
-            command = f"rm -rf {shlex.quote(path)}" if is_unique else ""
+        for path, (reason, command) in service.get("resisting", {}).items():
             yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
 
     def _lack_hugetlbfs(self, mounts: str) -> bool:

@@ -719,7 +719,7 @@ async def test_a_directory_that_cannot_be_emptied_is_named_with_the_command(
 
     text = f"{path} cannot be emptied: Device or resource busy"
     assert ttdp.printable(text) in caplog.messages
-    found = f"{text}; run: rm -rf {shlex.quote(str(path))}"
+    found = f"{text}; run: rm -rf --one-file-system {shlex.quote(str(path))}"
     assert ("warn", "directories", ttdp.printable(found)) in answer.complaints
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -586,6 +587,30 @@ def test_many_files_are_removed_in_several_turns(directories: Directories, paren
     assert not any(parent.iterdir())
 
 
+def test_large_files_are_removed_in_several_turns(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes seconds for what a container had in /dev/shm, such as a model's weights."""
+    fill(parent, x=5)
+    now = time.monotonic()
+    genuine = os.unlink
+
+    def unlink(path: str, **keywords: Any) -> None:
+        nonlocal now
+        now += 1
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    monkeypatch.setattr(ttdp, "monotonic", lambda: now)
+
+    left = []
+    while (parent / "x").exists():
+        with suppress(OutOfSteps):
+            directories.clear([str(parent / "x")], (), now, RemovalSteps(seconds=0.02))
+        left.append(len([*(parent / "x").glob("*")]))
+    assert left == [4, 3, 2, 1, 0]
+
+
 def test_a_large_directory_delays_no_other_one(directories: Directories, parent: Path) -> None:
     """The one that took all steps comes last in the next turn."""
     fill(parent, a=100, b=3, c=100)
@@ -629,6 +654,32 @@ def test_no_link_leads_out_of_a_directory(
     assert sorted(path.name for path in precious.iterdir()) == ["file", "inner"]
 
 
+def test_what_is_mounted_in_a_directory_is_not_removed(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel neither removes nor moves a mount point; all that is beside it is removed."""
+    for path in ("x/mount/disk", "x/a/mount/disk", "x/a/b/file", "mount/disk"):
+        (parent / path).parent.mkdir(parents=True)
+        (parent / path).touch()
+
+    def refuse(call: Callable[..., None]) -> Callable[..., None]:
+        def refusing(path: str, *others: Any, **keywords: Any) -> None:
+            if path == "mount":
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            call(path, *others, **keywords)
+
+        return refusing
+
+    for name in ("rmdir", "rename"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    tidy(directories)
+
+    left = sorted(str(path.relative_to(parent)) for path in parent.rglob("disk"))
+    assert left == ["mount/disk", "x/a/mount/disk", "x/mount/disk"]
+    assert not [*parent.rglob("file")]
+    assert {each.reason for each in directories.resisting.values()} == {"Device or resource busy"}
+
+
 def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     directories: Directories, parent: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -662,6 +713,27 @@ def test_what_resists_is_tried_again_with_growing_pauses_and_keeps_nothing_else(
     assert not directories.resisting and not any(parent.iterdir())
 
 
+@pytest.mark.parametrize(("number", "left"), [(1, 1), (99, 999)])
+def test_what_lies_beside_what_resists_is_removed_without_pauses(
+    directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch, number: int, left: int
+) -> None:
+    """But a directory of which most resists must not take all steps of each turn."""
+    fill(parent, x=1000)
+    stuck = os.listdir(parent / "x")[:number]
+    genuine = os.unlink
+
+    def unlink(path: str, **keywords: Any) -> None:
+        if path in stuck:
+            raise PermissionError(1, "Operation not permitted")
+        genuine(path, **keywords)
+
+    monkeypatch.setattr("os.unlink", unlink)
+    turns(directories, steps=100)
+
+    assert len([*(parent / "x").iterdir()]) == left
+    assert [*directories.resisting] == [str(parent / "x")]
+
+
 def test_what_resists_a_start_is_known_until_it_is_emptied(
     directories: Directories, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,6 +753,9 @@ def test_what_resists_a_start_is_known_until_it_is_emptied(
     start(1000.0)
     tidy(directories, named(own), now=1001.0)
     assert [*directories.resisting] == [str(own)]
+    # The pod can start again: only the directory of one that has ended is to be removed by hand.
+    assert directories.problems([named(own)])[str(own)].command == ""
+    assert directories.problems([])[str(own)].command.startswith("rm -rf ")
 
     monkeypatch.setattr("os.unlink", genuine)
     start(1002.0)
@@ -726,6 +801,41 @@ def test_a_directory_that_another_user_has_closed_resists(dev: Path, parent: Pat
     assert resisting == {str(parent / name): denied for name in ("closed", "full")}
     assert (parent / "closed/page").exists() and not (parent / "full/page").exists()
     assert not (parent / "open").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o000, 0o555])
+def test_what_root_has_closed_in_a_container_is_removed(dev: Path, parent: Path, mode: int) -> None:
+    """Its directories are the service's own, such as a read-only cache in /dev/shm."""
+    locks = dev / "locks/n150"
+    for own in (parent / "x", locks):
+        nested = [own, own / "first", own / "first/second", own / "first/second/third"]
+        nested[-1].mkdir(parents=True)
+        for each in reversed(nested):
+            (each / "page").touch()
+            each.chmod(mode)
+
+    resisting = without_capabilities(dev, f"directories.note_locks('{locks}'){TIDY}")
+
+    assert json.loads(resisting) == {}
+    assert not any(parent.iterdir())
+    assert mode_of(locks) == 0o1777 and not any(locks.iterdir())
+
+
+@needs_root
+def test_what_is_in_a_directory_that_stays_is_removed(dev: Path, parent: Path) -> None:
+    """As another user has made the one around it sticky, it cannot be removed itself."""
+    inner = parent / "sticky/inner"
+    inner.mkdir(parents=True)
+    (inner / "page").touch()
+    for path, owner, mode in ((inner, OTHER + 1, 0o777), (inner.parent, OTHER, 0o1777)):
+        os.chown(path, owner, owner)
+        path.chmod(mode)
+
+    resisting = json.loads(without_capabilities(dev, TIDY))
+
+    assert [*resisting] == [str(parent / "sticky")]
+    assert inner.exists() and not any(inner.iterdir())
 
 
 PUT_RIGHT = """

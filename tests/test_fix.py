@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 import ttdp
-from tests.chips import chip, decide
-from tests.commands import Answer, Served, Terminal, view_of
+from tests.chips import bdf, chip, decide
+from tests.commands import PROGRAM, Answer, Served, Terminal, view_of
 from tests.conftest import StartDaemon
 from tests.documents import DEB, fenced
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip, SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import environment, until
 from tests.world.simulation import STALLS
 from ttdp import End, Fault, Kind, PciFunction, Situation, Step
 
@@ -534,6 +537,26 @@ async def test_who_may_not_is_told_to_be_root(host: FixHost) -> None:
         assert answer.status == 1
 
 
+async def test_a_view_that_is_old_is_none(host: FixHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chip can have recovered since, and a pod can have got it. A new one is waited for."""
+    dead = await host.dead()
+    failing = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    monkeypatch.setattr(ttdp, "names_in", failing)
+    await until(lambda: host.daemon.daemon.host.problems)
+
+    asyncio.get_running_loop().call_later(0.5, monkeypatch.undo)
+    mended = await host.fix(dead, "--yes")
+    assert (host.controls.calls, mended.status) == ([RESET], 0)
+
+    monkeypatch.setattr(ttdp, "names_in", failing)
+    await until(lambda: host.daemon.daemon.host.problems)
+    host.constants["FOLLOWS_WITHIN"] = 0.5
+    answer = await host.fix(dead, "--yes")
+    last = answer.out.splitlines()[-1]
+    assert last.startswith("nothing is done: the service cannot read the node's state; keeping the")
+    assert (host.controls.calls, answer.status) == ([RESET], 1)
+
+
 # -- the question ----------------------------------------------------------------------------------
 
 
@@ -682,14 +705,87 @@ async def test_a_reset_of_a_p300_hits_the_other_chip(host: FixHost) -> None:
     assert lines[-1] == f"pods that must be started again: {both}"
 
 
+async def test_a_pod_that_gets_the_other_chip_during_a_reset_is_hit(host: FixHost) -> None:
+    """It was healthy until then, so the kubelet could give it away."""
+    chip, _ = await host.add("p300c")
+    chip.die()
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
+    host.constants["FOLLOWS_WITHIN"] = 0.5
+    began, may_end = host.root / "began", host.root / "may_end"
+    wait = f"touch {began}; until [ -e {may_end} ]; do sleep 0.05; done"
+    tt_smi = host.node.root / "bin/tt-smi"
+    tt_smi.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 6.8.0 && exit\n{wait}')
+
+    fixing = asyncio.ensure_future(host.fix(chip, "--yes"))
+    await until(began.exists)
+    await host.admit(P300, "train-0")
+    may_end.touch()
+
+    assert (await fixing).out.endswith("pods that must be started again: default/train-0\n")
+
+
+UNKNOWN = "the other chip of its board, which is not known, is reset too"
+
+
 async def test_the_other_chip_can_be_unknown(host: FixHost) -> None:
-    """Two chips are known as one board by its serial number, which the firmware reports."""
-    chip, _ = host.node.add("p300c", firmware=False)
+    """Two chips are known as one board by its serial number, which the firmware reports.
+
+    Until then it can be each chip whose board is not whole. Its pod is hit, too.
+    """
+    host.node.add("p300c")
+    chip, other = host.node.add("p300c", firmware=False)
+    other.speak()
+    other.rebind()
     await host.add()
+    await host.admit(P300, "train-0", number=4)
     chip.die(bus=True)
     await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
+
     answer = await host.fix(chip)
-    assert "the other chip of its board, which is not known, is reset too\n" in answer.out
+
+    possible = f"{other.bdf} may be the other chip of its board; used by default/train-0"
+    assert answer.out.splitlines()[1:3] == [UNKNOWN, possible]
+
+
+P300S = (1, "a"), (2, "a"), (3, "b"), (4, None), (5, None), (6, "c"), (7, "c"), (8, "c")
+
+
+@pytest.mark.parametrize(
+    ("bus", "others"),
+    [
+        (1, [2]),
+        (3, [4, 5]),  # each other one is known to be another board's
+        (4, [3, 5, 6, 7, 8]),
+        (6, [4, 5, 7, 8]),
+        (9, []),
+    ],
+)
+def test_the_chips_that_a_reset_can_reset(bus: int, others: list[int]) -> None:
+    """The other one of a whole board, else each that can be it. A p150 is its own board."""
+    p300s = [chip(bus, "p300c", serial=serial) for bus, serial in P300S]
+    view = view_of(decide([*p300s, chip(9, "p150a", serial="a")]))
+    found = ttdp.other_chips(view, ttdp.row_of(view, bdf(bus)))
+    assert [row["bdf"] for row in found] == [*map(bdf, others)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_virtual_machine_may_use_the_other_chip(host: FixHost, is_known: bool) -> None:
+    """Who uses it is not known then, so --yes does not answer."""
+    chip, other = host.node.add("p300c", firmware=is_known)
+    await host.add()
+    other.unbind()
+    other.bind_to("vfio-pci")
+    await host.daemon.sees(other.bdf, Kind.NO_DRIVER)
+    chip.die(bus=True)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
+
+    in_pipe = await host.fix(chip, "--yes")
+    status, _ = await host.answer(chip, "n\n", "--yes")
+
+    assert "; driver vfio-pci is bound, so a virtual machine may use it\n" in in_pipe.out
+    assert (host.controls.calls, in_pipe.status, status) == ([], 1, 1)
+    table = (await host.ask("list")).table
+    assert [row["USED BY"] for row in table] == ["-", "?"]
 
 
 async def test_the_driver_concerns_all_chips(host: FixHost) -> None:
@@ -752,7 +848,14 @@ async def test_a_missing_tt_smi(host: FixHost) -> None:
 
 @pytest.mark.parametrize(
     ("version", "is_old"),
-    [("4.1.9", True), ("", True), ("unknown", True), ("4.2", False), ("4.10.0", False)],
+    [
+        ("4.1.9", True),
+        ("", True),
+        ("unknown", True),
+        ("9" * 5000, True),
+        ("4.2", False),
+        ("4.10.0", False),
+    ],
 )
 async def test_tt_smi_must_accept_a_device_file_as_target(
     host: FixHost, version: str, is_old: bool
@@ -765,8 +868,22 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
     path, problem = await mender._program("tt-smi")
 
     place = f"{host.node.root}/bin/tt-smi"
-    old = f"{place} is version {version or 'unknown'}; 4.2 or later is needed"
+    old = f"{place} is version {version[:63] or 'unknown'}; 4.2 or later is needed"
     assert (path, problem) == (("", old) if is_old else (place, ""))
+
+
+@pytest.mark.parametrize("script", ["sleep 600", "while :; do echo -n 4.2; done", "exit 3"])
+async def test_a_tt_smi_that_does_not_print_its_version(host: FixHost, script: str) -> None:
+    """It hangs, or prints without an end, or nothing: then it is not used."""
+    dead = await host.dead()
+    host.constants["VERSION_TAKES"] = 1.0
+    tt_smi = host.node.root / "bin/tt-smi"
+    tt_smi.write_text(f"#!/bin/sh\n{script}")
+
+    answer = await host.fix(dead, "--yes")
+
+    assert answer.out.endswith(f"{tt_smi} is version unknown; 4.2 or later is needed\n")
+    assert (answer.status, answer.err) == (1, "")
 
 
 async def test_the_environment_and_the_status_of_tt_smi(host: FixHost) -> None:
@@ -779,6 +896,22 @@ async def test_the_environment_and_the_status_of_tt_smi(host: FixHost) -> None:
     assert {environ["HOME"] for environ in host.controls.environments} == {"/nowhere"}
     assert not any("TT_VISIBLE_DEVICES" in environ for environ in host.controls.environments)
     assert "tt-smi ended with status 1\n" in answer.out and answer.status == 0
+
+
+async def test_a_tt_smi_that_cannot_be_run(host: FixHost) -> None:
+    """It was replaced meanwhile: nothing was reset, and no pod has lost its chip."""
+    dead = await host.dead()
+    tt_smi, other = host.node.root / "bin/tt-smi", host.node.root / "bin/other"
+    other.write_bytes(b"\0")
+    other.chmod(0o755)
+    tt_smi.write_text(f"#!/bin/sh\nmv {other} {tt_smi}\necho 6.8.0")
+
+    answer = await host.fix(dead, "--yes")
+
+    assert (answer.status, answer.err) == (1, f"{tt_smi}: Exec format error\n")
+    assert answer.out.endswith(
+        "next step: reset the chip with tt-smi, which interrupts its users\n"
+    )
 
 
 async def test_ctrl_c_ends_a_tt_smi_that_hangs(host: FixHost) -> None:
@@ -842,6 +975,20 @@ async def test_an_interrupt_counts_after_a_step(
 
     assert (host.controls.calls, status) == (calls, 130)
     assert chip.ordinal is not None
+
+
+async def test_a_hangup_is_no_interrupt_where_it_is_ignored(host: FixHost) -> None:
+    """As with nohup, whose program goes on when the session has ended."""
+    dead = await host.dead()
+    command = ["nohup", *PROGRAM, "fix", dead.bdf, "--yes", *host.flags]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=environment() | host.environ,
+    )  # fmt: skip
+    host.controls.before = lambda call: process.send_signal(signal.SIGHUP)
+
+    assert await process.wait() == 0
+    assert host.controls.calls == [RESET]
 
 
 async def test_an_interrupt_while_it_waits(host: FixHost) -> None:
