@@ -522,6 +522,20 @@ def test_a_start_counts_though_an_older_checkpoint_was_written_last(world: BookW
     assert world.running() == {FIRST}
 
 
+def test_a_start_waits_though_an_older_checkpoint_has_only_the_pod_that_runs(
+    world: BookWorld,
+) -> None:
+    """It was deleted by force, and seemed to be the only one whose call this could be."""
+    first, heir = two_pods(world)
+    world.write(first)
+    world.look()
+
+    world.now += 1
+    assert world.start(heir) == {FIRST}
+    world.make_cgroup(FIRST)
+    assert world.start(heir) == "allowed"
+
+
 def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: BookWorld) -> None:
     """A kubelet that cannot write its checkpoint has pods all the same."""
     assert world.start(entry(pod=SECOND)) == "allowed"
