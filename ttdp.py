@@ -2561,7 +2561,7 @@ class HoldState:
     def to_saved(self) -> Json:
         """Return the state for the next daemon of this boot; from_saved() is the reverse.
 
-        `left_at` is left out: it matters for MISSING_FOR only.
+        `left_at` is left out: a restart takes longer than MISSING_FOR.
         """
         hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
         hold["chips"] = sorted(self.hold.chips)
@@ -2603,6 +2603,7 @@ class Call(NamedTuple):
     ids: DeviceIds
     chips: ChipAddresses  # of these IDs
     callers: Sequence[HoldState]  # the holds whose container it may be, when it came
+    came_at: float = 0.0  # seconds of the monotonic clock
 
     @property
     def directories(self) -> frozenset[str]:
@@ -2832,31 +2833,35 @@ class HoldBook:
     def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
-        These are the pods that the checkpoint has with exactly these IDs (or had a moment before),
-        and holds that no checkpoint has named yet, unless it has named a later one.
+        These are the pods that the checkpoint has with exactly these IDs, and holds that no
+        checkpoint has named yet, unless it has named a later one. The last answer counts although
+        its entry has left the checkpoint, if it is recent: an older checkpoint can be the last that
+        was written.
         """
         callers = []
         for state in self._states.values():
             is_same = (state.hold.resource, state.hold.ids) == (resource, ids)
-            if is_same and self._may_call(state, now):
+            if is_same and self._may_call(state, now, now):
                 callers.append(state)
 
-        # An entry that is missing can return within MISSING_FOR, but not if the kubelet has given
-        # the IDs to another pod since: then its own pod was deleted.
-        present = [state for state in callers if not state.has_left]
-        given_at = max((state.answered_at or 0.0 for state in present), default=0.0)
+        # The kubelet has given the IDs away since the answers before that.
+        given_at = max((state.answered_at or 0.0 for state in callers), default=0.0)
         callers = [
             state
             for state in callers
             if not state.has_left or (state.answered_at or 0.0) >= given_at
         ]
-        return Call(resource, ids, chips, callers)
+        return Call(resource, ids, chips, callers, now)
 
-    def _may_call(self, state: HoldState, now: float) -> bool:
-        """Return whether a pod can have made a PreStartContainer call with its hold's IDs."""
+    def _may_call(self, state: HoldState, came_at: float, now: float) -> bool:
+        """Return whether a pod can have made a PreStartContainer call with its hold's IDs.
+
+        A pod that leaves the checkpoint during its call was deleted.
+        """
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
-        if state.has_left:
+        was_missing = state.left_at < came_at and state.is_recent(came_at)
+        if state.has_left and not was_missing:
             return now - state.left_at < MISSING_FOR
         return self.is_current(state, now) and not self._was_refused(state)
 
@@ -2874,7 +2879,9 @@ class HoldBook:
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
-        return bool(call.callers) and not any(self._may_call(each, now) for each in call.callers)
+        return bool(call.callers) and not any(
+            self._may_call(each, call.came_at, now) for each in call.callers
+        )
 
     def waits_for(self, call: Call, holds: Iterable[Hold]) -> list[Hold]:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.

@@ -505,6 +505,38 @@ def test_a_start_before_its_answer_was_written_is_that_pods(world: BookWorld) ->
     assert world.start(other) == {FIRST}
 
 
+def test_a_start_counts_though_an_older_checkpoint_was_written_last(world: BookWorld) -> None:
+    """It lacks the pod's entry, and a kubelet at rest writes no other one."""
+    given = entry()
+    world.answer(given)
+    for entries in ([given], []):
+        world.write(*entries)
+        world.look()
+
+    world.now += 1
+    world.make_cgroup(FIRST, "pause")
+    assert world.start(given) == "allowed"
+    world.make_cgroup(FIRST, "pause", "main")
+    world.now += ttdp.WRITTEN_WITHIN
+
+    assert world.look() == {A}
+    assert world.running() == {FIRST}
+
+
+def test_a_start_waits_though_an_older_checkpoint_has_only_the_pod_that_runs(
+    world: BookWorld,
+) -> None:
+    """It was deleted by force, and seemed to be the only one whose call this could be."""
+    first, heir = two_pods(world)
+    world.write(first)
+    world.look()
+
+    world.now += 1
+    assert world.start(heir) == {FIRST}
+    world.make_cgroup(FIRST)
+    assert world.start(heir) == "allowed"
+
+
 def test_a_call_without_any_possible_caller_is_allowed_if_nobody_runs(world: BookWorld) -> None:
     """A kubelet that cannot write its checkpoint has pods all the same."""
     assert world.start(entry(pod=SECOND)) == "allowed"
