@@ -154,7 +154,7 @@ SWITCHES = {
     "quiet": "With\n.Cm check :\nprint only the lines that are not ok, and those with FAIL first.",
     "config_only": "With\n.Cm check :\ncheck only the configuration.",
     "yes": "With\n.Cm fix :\nanswer yes to the questions, except before a reset on a Galaxy or of "
-    "a p300 whose\nother chip has another driver.",
+    "a p300\nwhose other chip has another driver.",
 }
 # What holds for all keys of a table.
 TABLES = {

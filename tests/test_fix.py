@@ -277,6 +277,18 @@ def test_programs_are_looked_for_in_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert ttdp.find_program("modprobe", settings) == (None, str(tmp_path))
 
 
+def test_an_attribute_is_written_and_an_error_of_the_kernel_names_it(tmp_path: Path) -> None:
+    """What a step writes to sysfs, which a simulated node answers itself."""
+    attribute = tmp_path / "bind"
+    attribute.touch()
+    ttdp.write_attribute(str(attribute), "0000:01:00.0")
+    assert attribute.read_text() == "0000:01:00.0"
+
+    with pytest.raises(OSError) as caught:
+        ttdp.write_attribute("/dev/full", "1")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/dev/full")
+
+
 # -- on a node -------------------------------------------------------------------------------------
 
 
