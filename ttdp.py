@@ -2536,7 +2536,7 @@ class HoldState:
     """A hold, and its history."""
 
     hold: Hold
-    answered_at: float | None = None  # in this boot; None: it was found in the checkpoint
+    answered_at: float = 0.0  # in this boot; 0: it was found in the checkpoint
     is_in_checkpoint: bool = False
     left_at: float = -inf  # when the checkpoint lost it
     cgroup_seen: bool = False  # its pod's, since the answer or the boot
@@ -2551,7 +2551,7 @@ class HoldState:
 
     def is_recent(self, now: float) -> bool:
         """Return whether the kubelet may still have to write the answer."""
-        return self.answered_at is not None and now - self.answered_at < WRITTEN_WITHIN
+        return self.answered_at > 0.0 and now - self.answered_at < WRITTEN_WITHIN
 
     @property
     def has_left(self) -> bool:
@@ -2701,7 +2701,7 @@ class HoldBook:
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
 
-        self._given_at = {key[:3]: self._states[key].answered_at or 0.0 for key in present}
+        self._given_at = {key[:3]: self._states[key].answered_at for key in present}
 
         for key, state in self._states.items():
             if state.is_in_checkpoint and key not in present:
@@ -2800,7 +2800,7 @@ class HoldBook:
         It runs on those then. The pod is a static one that has come back under its UID; or the
         kubelet has lost its checkpoint, and allocates again for a container that it starts again.
         """
-        return self._given_at.get(state.hold.key[:3], 0.0) > (state.answered_at or 0.0)
+        return self._given_at.get(state.hold.key[:3], 0.0) > state.answered_at
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
@@ -2845,11 +2845,9 @@ class HoldBook:
                 callers.append(state)
 
         # The kubelet has given the IDs away since the answers before that.
-        given_at = max((state.answered_at or 0.0 for state in callers), default=0.0)
+        given_at = max((state.answered_at for state in callers), default=0.0)
         callers = [
-            state
-            for state in callers
-            if not state.has_left or (state.answered_at or 0.0) >= given_at
+            state for state in callers if not state.has_left or state.answered_at >= given_at
         ]
         return Call(resource, ids, chips, callers, now)
 
@@ -2873,9 +2871,8 @@ class HoldBook:
         """
         if state.hold.pod:
             return False
-        answered_at = state.answered_at or 0.0
         states = self._states.values()
-        return any(each.hold.pod and (each.answered_at or 0.0) > answered_at for each in states)
+        return any(each.hold.pod and each.answered_at > state.answered_at for each in states)
 
     def was_deleted(self, call: Call, now: float) -> bool:
         """Return whether the pod of a call has left the checkpoint, whichever it is."""
@@ -2944,7 +2941,7 @@ class HoldBook:
                 pods[hold.resource, device_id, hold.container].add(hold.pod)
 
         last_holds: dict[tuple[str, str], Hold] = {}  # of the last answer with each ID
-        for state in sorted(self._states.values(), key=lambda state: state.answered_at or 0.0):
+        for state in sorted(self._states.values(), key=lambda state: state.answered_at):
             for device_id in state.hold.ids:
                 last_holds[state.hold.resource, device_id] = state.hold
 
@@ -4925,7 +4922,7 @@ class StateFile:
     It is root's own and taken as it is. If it does not fit, it is discarded as a whole.
     """
 
-    FORMAT = 4
+    FORMAT = 5
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:

@@ -412,13 +412,13 @@ def test_without_a_state_file_or_directory_nothing_is_known(
     assert caplog.messages == []
 
 
-ENCODED = b'{"format": 4, "boot": "this boot", "files": [], "chips": {}, "holds": '
+ENCODED = b'{"format": 5, "boot": "this boot", "files": [], "chips": {}, "holds": '
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"format": 4', b'"format": 3'),
+        (b'"format": 5', b'"format": 4'),
         (b'"holds": ', b'"allocations": '),
         (b'"identity": ', b'"identities": '),
         (b'"tripped"', b'"tripping"'),
