@@ -1892,8 +1892,11 @@ class Inventory:
         booted_at = now - time.clock_gettime(time.CLOCK_BOOTTIME)
         step = 0.0 if self._booted_at is None else booted_at - self._booted_at
         self._booted_at = booted_at
+        if abs(step) <= CLOCK_STEP:
+            return
+
         for state in self.states.values():
-            if state.since is not None and abs(step) > CLOCK_STEP:
+            if state.since is not None:
                 state.since += step
 
 
@@ -8430,7 +8433,9 @@ class Checks:
             yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
         elif chips and self._lack_hugetlbfs(mounts):
             text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
-            command = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+            # A second one would hide the first, which can have been mounted meanwhile.
+            mount = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+            command = f"mountpoint -q {GIANT_PAGES} || {mount}"
             yield Finding("warn", "hugepages", text, command)
         elif chips:
             yield Finding("ok", "hugepages", f"{pages}, {needed} needed")

@@ -478,7 +478,7 @@ def test_pages_without_their_file_system_are_a_warning(host: Host) -> None:
     path = "/dev/hugepages-1G"
     assert complaint(host, "warn", "hugepages") == (
         f"no hugetlbfs is mounted on {path}, so containers get no pages of 1 GiB; run: "
-        f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {path}"
+        f"mountpoint -q {path} || mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {path}"
     )
 
     (host.root / "pages").mkdir()

@@ -177,7 +177,7 @@ async def test_the_loop_has_pauses_while_a_container_starts(
     daemon = await start(WATCHDOG)
     await daemon.ready()
 
-    with daemon.daemon.host.looking_often():
+    with daemon.host.looking_often():
         daemon.forget_notes()
         await polls(daemon, 4)  # a second
 
