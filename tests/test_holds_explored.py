@@ -86,6 +86,7 @@ class Pod:
     containers: list[Container] = field(default_factory=list)  # one after the other
     answered_at: float = -math.inf
     left_at: float = math.inf  # when the checkpoint lost it
+    is_overtaken: bool = False  # its entry has landed before an older writing, and not since
     has_cgroup: bool = False
     had_cgroup: bool = False  # since the boot, or since the daemon was installed
     has_pause: bool = False
@@ -137,7 +138,7 @@ class Node:
 
         self.draw, self.home = draw, home
         self.story: list[str] = []
-        self.kubelet = draw.choice(["prompt", "prompt", "late", "lossy"])
+        self.kubelet = draw.choice(["prompt", "prompt", "late", "stale", "lossy"])
         self.has_pause = draw.random() < 0.3
         self.twins = 0.0 if self.kubelet == "late" else draw.choice([0.0, 0.5, 3.0])
         self.times = draw.choice([[0.2, 5.0], [0.2, 5.0, 20.0], [20.0]])
@@ -151,7 +152,8 @@ class Node:
 
         self.pods, self.memory, self.written = [], [], []
         self.unwritten_since: float | None = None
-        self.older: bytes | None = None  # that lacks the pod which was admitted last
+        # The writing before, and whose entries are in it: without the pod that was admitted last.
+        self.older: tuple[bytes, list[Pod]] | None = None
         self.listed: Listed | None = None  # the kubelet's answer, which is under way
         self.numbers = itertools.count()
         self.owners: dict[str, Pod] = {}  # by the name of an answer
@@ -197,7 +199,8 @@ class Node:
             yield 0.4, "the daemon is killed", self.the_daemon_is_killed
 
         if self.older is not None:
-            yield 2, "an older writing lands", self.an_older_writing_lands
+            lands = 8 if self.kubelet == "stale" else 2
+            yield lands, "an older writing lands", self.an_older_writing_lands
         yield 0.4, "the checkpoint is damaged", self.the_checkpoint_is_damaged
         if self.kubelet == "lossy":
             yield 0.4, "the kubelet restarts without its checkpoint", self.forget_all
@@ -264,14 +267,15 @@ class Node:
         self.look()
 
         if book.was_deleted(call, self.world.now):
-            assert pod not in self.memory
+            assert pod not in self.memory or pod.is_overtaken  # then the kubelet tries again
             pod.call = None
             return True
 
-        # One of the possible callers is in the checkpoint, or was a moment ago.
-        assert call.callers
-        left_at = max(self.owners[each.hold.name].left_at for each in call.callers)
-        assert self.unwritten_since is not None or self.world.now - left_at < MISSING_FOR
+        # One of the possible callers is or was in the checkpoint, or its entry was overtaken.
+        callers = [self.owners[each.hold.name] for each in call.callers]
+        was_there = any(self.world.now - each.left_at < MISSING_FOR for each in callers)
+        is_overtaken = any(each.is_overtaken for each in callers)
+        assert self.unwritten_since is not None or was_there or is_overtaken or pod.twin
 
         if others := book.waits_for(call, self.decision.holds):
             running = {each.uid for each in self.pods if each.may_run}
@@ -314,15 +318,14 @@ class Node:
 
             for each in pod.containers:
                 is_there = each.directory.is_dir() and not each.is_shared
-                is_others = each.directory != container.directory
+                is_others = str(each.directory) not in call.directories
                 if is_there and is_others and not each.chips.isdisjoint(container.chips):
                     yield from each.directory.iterdir()
 
     def the_daemon_restarts(self) -> None:
-        """This takes longer than the moment in which an older writing is there."""
+        """This takes longer than a moment."""
         self.drop_calls()
-        if self.kubelet != "late":
-            self.write()
+        self.a_moment_passes()
 
         self.world = self.world.restarted()
         self.start_directories()
@@ -335,8 +338,7 @@ class Node:
     def the_daemon_is_killed(self) -> None:
         """The next one has the state that was saved last."""
         self.drop_calls()
-        if self.kubelet != "late":
-            self.write()
+        self.a_moment_passes()
         saved = [ttdp.HoldState.from_saved(each) for each in json.loads(self.saved)]
         seen = {state.hold.name for state in saved if state.cgroup_seen}
         self.world = BookWorld(self.home, saved, self.world.now)
@@ -356,8 +358,11 @@ class Node:
         self.world = BookWorld(self.home, now=self.world.now)
         self.start_directories()
         if self.older is not None:
-            self.world.put(self.older)
-            self.the_daemon_looks()
+            content, pods = self.older
+            # What it has of a static pod's former life would be taken for the present one's.
+            if all(pod.uid != STATIC for pod in pods):
+                self.world.put(content)
+                self.the_daemon_looks()
 
         self.write()
         for pod in self.owners.values():
@@ -380,10 +385,18 @@ class Node:
             if pod not in self.memory:
                 pod.left_at = self.world.now
 
+        for pod in self.memory:
+            pod.is_overtaken = False
         self.written = [*self.memory]
         self.unwritten_since = self.older = None
         self.world.write(*(each.entry for pod in self.memory for each in pod.containers))
         self.read()
+
+    def a_moment_passes(self) -> None:
+        """After which no older writing lands, and a prompt kubelet has written."""
+        if self.kubelet not in ("late", "stale"):
+            self.write()
+        self.older = None
 
     @property
     def remembered(self) -> list[Pod]:
@@ -444,7 +457,7 @@ class Node:
 
         # The writing of a moment ago can still land after this one.
         if self.kubelet != "late":
-            older = self.world.path.read_bytes()
+            older = self.world.path.read_bytes(), self.written
             self.write()
             self.older = None if is_twin else older
         elif self.unwritten_since is None:
@@ -481,6 +494,7 @@ class Node:
 
     def the_kubelet_calls(self, pod: Pod) -> None:
         """A pod that was forgotten is no possible caller, once its devices were given away."""
+        self.world.now += 0.001  # nor does a call come at the moment of another event
         self.look()
         assert pod.waiting
 
@@ -500,9 +514,13 @@ class Node:
         return bool(is_ready and pod.waiting and not pod.call)
 
     def an_older_writing_lands(self) -> None:
-        """It overtook the one with the pod's entry; a moment later that lands again."""
+        """It overtook the one with the pod's entry, and stays until the next one."""
         if self.older is not None:
-            self.world.put(self.older)
+            content, pods = self.older
+            self.world.put(content)
+            self.written += [pod for pod in pods if pod not in self.written]
+            for pod in self.memory:
+                pod.is_overtaken = pod not in pods
         self.unwritten_since, self.older = self.world.now, None
         self.read()
 
@@ -612,8 +630,7 @@ class Node:
         while any(self.answer(pod) for pod in self.pods if pod.call):
             pass
 
-        if self.kubelet != "late":
-            self.write()
+        self.a_moment_passes()
 
         then = self.world.now + seconds
         if self.unwritten_since is not None and then - self.unwritten_since >= WRITTEN_WITHIN:
