@@ -2045,11 +2045,12 @@ def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
             excluded |= device.addresses
 
     unplaced = {bdf: place.unknown for bdf, place in places(listed).items() if place.unknown}
+    resources = _configured_resources(devices, frozenset(excluded), settings)
     return Offer(
-        resources=_configured_resources(devices, frozenset(excluded), settings),
+        resources=resources,
         excluded=frozenset(excluded),
         unplaced=unplaced,
-        without_effect=list(_without_effect(chips, devices, settings)),
+        without_effect=list(_without_effect(chips, devices, resources, settings)),
     )
 
 
@@ -2091,6 +2092,8 @@ def _configured_resources(
     `devices`: by the name of their resource, unshared and without the domain.
     """
     sharing = settings.sharing
+    # A count takes what the entries that name their devices leave.
+    entries = sorted(sharing.resources, key=lambda entry: isinstance(entry.devices, int))
     found: Resources = {}
 
     def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
@@ -2105,7 +2108,7 @@ def _configured_resources(
 
     for base_name, members in devices.items():
         exclusive = [device for device in members if excluded.isdisjoint(device.addresses)]
-        for entry in sharing.resources:
+        for entry in entries:
             if entry.name == base_name:
                 selected = selection(entry, exclusive)
                 exclusive = [device for device in exclusive if device not in selected]
@@ -2149,12 +2152,22 @@ def aliases(device: Device) -> set[str]:
 
 
 def _without_effect(
-    chips: Container[str], devices: Mapping[str, list[Device]], settings: Settings
+    chips: Container[str],
+    devices: Mapping[str, list[Device]],
+    resources: Resources,
+    settings: Settings,
 ) -> Iterator[str]:
-    """Yield messages about chips, devices and resources in the settings that do not exist."""
+    """Yield messages about settings that concern nothing on this node.
+
+    `resources`: those that these devices have become.
+    """
     for bdf in settings.exclude:
         if bdf not in chips:
             yield f"exclude: {bdf} is not a chip of this node"
+
+    resource_of = {}  # by device; excluded ones have none
+    for resource in resources.values():
+        resource_of.update(dict.fromkeys((each.id for each in resource.unique_devices), resource))
 
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
@@ -2164,6 +2177,14 @@ def _without_effect(
         elif not found:
             available = ", ".join(devices) or "none"
             yield f"sharing: there is no resource {entry.name}; available: {available}"
+
+        # A count takes any devices, so it lacks some only if none is left.
+        name = settings.sharing.shared_name(entry)
+        shared = resources.get(f"{settings.resource_domain}/{name}")
+        selected = [each for each in selection(entry, found) if each.id in resource_of]
+        others = [each.id for each in selected if resource_of[each.id] is not shared]
+        if others and not (shared and isinstance(entry.devices, int)):
+            yield f"sharing: {name} lacks {abbreviate(others)}, which another table selects"
 
 
 # ==== HOLDS: which pod has which chips, and the consequences ======================================

@@ -132,7 +132,9 @@ EXPLANATIONS = {
     ),
     "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
-    "devices": "A count shares the devices with the lowest addresses.",
+    "devices": (
+        "A count shares the devices with the lowest addresses that no other table names or counts."
+    ),
 }
 README_KEYS = (
     "unit",
