@@ -3870,7 +3870,7 @@ def container_edits(
     edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
 
     # tt-umd reads an integer as an index into the devices inside the container, so the host's
-    # device number would be wrong.
+    # device number would be wrong. Before v0.9.3 it read the device number, not an index.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
