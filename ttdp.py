@@ -438,13 +438,13 @@ KEYS = {
     ),
     "heartbeat_misses": Key(
         "consecutive polls without a heartbeat after which a chip counts as stalled",
-        "a whole number, at least 1",
+        "a whole number from 1 to 1000000",
         lambda value: _is_number(value, 1, 1_000_000, int),
     ),
     "trip_holdoff": Key(
         "seconds for which a chip stays unhealthy after a thermal trip",
-        "a number of seconds, at least 0",
-        lambda value: _is_number(value, 0, 1e9, int, float),
+        "a number of seconds from 0 to 1000000000",
+        lambda value: _is_number(value, 0, 1_000_000_000, int, float),
     ),
     # [sharing]
     "rename_by_default": _switch("append .shared to names of shared resources"),

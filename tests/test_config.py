@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -381,6 +383,18 @@ def test_a_number_that_is_not_valid_is_reported(place: str) -> None:
         source, _, valid = line.partition(" is not valid; must be a ")
         assert source.startswith(f"FILE: {place}: {value[:50]}"), value
         assert valid.startswith(("number", "whole number"))
+
+
+@pytest.mark.parametrize("place", WRONG_NUMBERS)
+def test_the_limits_of_a_number_are_those_that_the_message_has(place: str) -> None:
+    """Both are valid, and nothing beyond them."""
+    key = KEYS[place.rpartition(" ")[2]]
+    limits = re.search(r"number.* from (\S+) to ([0-9]+)", key.valid)
+    assert limits
+    least, most = map(json.loads, limits.groups())
+
+    assert key.accepts(least) and key.accepts(most)
+    assert not key.accepts(least - 1) and not key.accepts(most + 1)
 
 
 @pytest.mark.parametrize(
