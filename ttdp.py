@@ -570,16 +570,17 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
 
 
-def _parse_table(heading: str, table: object, prefix: str) -> Json:
+def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> Json:
     """Return a table as arguments for its class; raises ConfigError.
 
     `prefix`: the beginning of each message, which is the file's path, a colon and a space.
+    `which`: of several tables with this heading, such as " (2 of 3)".
     """
     path = heading.strip("[]")  # "sharing.resources"
     if not isinstance(table, dict):
         raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
 
-    source = f"{prefix}{heading} " if heading else prefix
+    source = f"{prefix}{heading}{which} " if heading else prefix
     for each in fields(TABLES[heading]):
         if each.default is MISSING and each.name not in table:
             raise ConfigError(f"{source}{each.name} is missing")
@@ -598,8 +599,11 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
             values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
         elif isinstance(value, list):
             kind = TABLES[f"[[{inner}]]"]
-            rows = [_parse_table(f"[[{inner}]]", row, prefix) for row in value]
-            values[key] = tuple(kind(**row) for row in rows)
+            rows = []
+            for number, row in enumerate(value, 1):
+                of_several = f" ({number} of {len(value)})" if len(value) > 1 else ""
+                rows.append(kind(**_parse_table(f"[[{inner}]]", row, prefix, of_several)))
+            values[key] = tuple(rows)
         else:
             raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
     return values

@@ -535,6 +535,22 @@ def test_a_configuration_that_contradicts_itself_is_reported(content: str, line:
     assert rejection(content).startswith(f"FILE: {line}")
 
 
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ("name = 'n150'", "replicas is missing"),
+        ("name = 'n150'\nreplicas = 1", "replicas: 1 is not valid"),
+        ("name = 'n150'\nreplicas = 2\nrenam = 'x'", "unknown key 'renam'; did you mean rename?"),
+    ],
+)
+def test_of_several_tables_with_one_heading_the_message_has_the_number(
+    second: str, problem: str
+) -> None:
+    """Otherwise nobody finds the one among many that lacks a key."""
+    line = rejection(f"{SHARED}[[sharing.resources]]\n{second}")
+    assert line.startswith(f"FILE: {ENTRY}(2 of 2) {problem}")
+
+
 VALID_LINES = [
     f"{key} = {toml(value)}" for key, (_, value, *_) in SAMPLES.items() if not KEYS[key].is_switch
 ]
