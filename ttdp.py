@@ -1990,6 +1990,16 @@ class Resource:
         return [f"{each.id}: {each.reason}" for each in self.unique_devices if each.reason]
 
     @cached_property
+    def refused(self) -> DeviceIds:
+        """Return the IDs that Allocate refuses."""
+        refused = [
+            device_id
+            for device_id, device in self.devices.items()
+            if device.is_reserved or device.reason
+        ]
+        return frozenset(refused)
+
+    @cached_property
     def device_list(self) -> DeviceList:
         """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
@@ -3542,6 +3552,7 @@ class Rank(NamedTuple):
     """What decides about an ID wherever its device is. The lowest rank is chosen first."""
 
     is_optional: bool  # not a must-include
+    is_refused: bool  # by Allocate, if the kubelet offers it all the same
     is_occupied: bool  # a pod has it that the kubelet has forgotten
     repeats: int  # IDs of the same device that are chosen before it
     users: int  # IDs of the same device that are not available
@@ -3696,22 +3707,21 @@ def _ids_by_rank(
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
-    reserved = {each for each, device in resource.devices.items() if device.is_reserved}
-    last_choices = reserved.union(occupied)
-    special = required | last_choices
+    refused, forgotten = resource.refused, frozenset(occupied)
+    special = required | refused | forgotten
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
         available = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(available)
 
-        # Of a device, must-includes first; most have none, nor a last choice.
+        # Of a device, in the order of ranks; most have no special IDs.
         if not special.isdisjoint(available):
-            available.sort(key=lambda each: (each not in required, each in last_choices))
+            available.sort(key=lambda id: (id not in required, id in refused, id in forgotten))
 
         for repeats, device_id in enumerate(available[:size]):
             is_optional = device_id not in required
-            rank = Rank(is_optional, device_id in last_choices, repeats, users)
+            rank = Rank(is_optional, device_id in refused, device_id in forgotten, repeats, users)
             found[rank][number] = device_id
     return found
 
