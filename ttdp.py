@@ -4114,6 +4114,10 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
 
     name_of = partial(name_of_pod, names=observation.names)
     advertised = advertise(offer, chips, holds, name_of)
+
+    # Holds change with each pod, their IDs' devices rarely: keep lists that are computed already.
+    if former and former.offer is offer and former.resources == advertised:
+        advertised = former.resources
     return Decision(observation, chips, holds, offer, advertised)
 
 
