@@ -642,8 +642,9 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         target = KEYS["container"].parse(mount.container or mount.host, source)
         if target in mounts:
             raise _invalid(source, target, "a different path in each table")
-        if target == "/dev/shm" and sharing.resources and sharing.lock_dir:
-            raise _invalid(source, target, "another path: shared devices have their locks there")
+        # Or the daemon would take it for a directory of its locks, and empty it: see read_answer().
+        if target == "/dev/shm" and sharing.resources:
+            raise _invalid(source, target, "another path: shared devices have lock_dir there")
         mounts[target] = replace(mount, container=target)
 
     entries: list[SharedResource] = []

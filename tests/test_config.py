@@ -508,6 +508,8 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         (mount("/x", "/a") + mount("/y", "/b/../a"),
          "[[mounts]] container: '/a' is not valid; must be a different path in each table"),
         (mount("/dev/shm") + SHARED, "[[mounts]] container: '/dev/shm' is not valid; must be an"),
+        (mount("/srv/n300", "/dev/shm") + f"[sharing]\nlock_dir = ''\n{SHARED}",
+         "[[mounts]] container: '/dev/shm' is not valid; must be another path: shared devices h"),
         ("mounts = ['/x']", "mounts: '/x' is not valid; must be a table: [[mounts]]"),
         ("[sharing]\nresources = 1", "sharing.resources: 1 is not valid; must be tables: [[shari"),
         ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),
