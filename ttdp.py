@@ -438,13 +438,13 @@ KEYS = {
     ),
     "heartbeat_misses": Key(
         "consecutive polls without a heartbeat after which a chip counts as stalled",
-        "a whole number, at least 1",
+        "a whole number from 1 to 1000000",
         lambda value: _is_number(value, 1, 1_000_000, int),
     ),
     "trip_holdoff": Key(
         "seconds for which a chip stays unhealthy after a thermal trip",
-        "a number of seconds, at least 0",
-        lambda value: _is_number(value, 0, 1e9, int, float),
+        "a number of seconds from 0 to 1000000000",
+        lambda value: _is_number(value, 0, 1_000_000_000, int, float),
     ),
     # [sharing]
     "rename_by_default": _switch("append .shared to names of shared resources"),
@@ -570,16 +570,17 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
 
 
-def _parse_table(heading: str, table: object, prefix: str) -> Json:
+def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> Json:
     """Return a table as arguments for its class; raises ConfigError.
 
     `prefix`: the beginning of each message, which is the file's path, a colon and a space.
+    `which`: of several tables with this heading, such as " (2 of 3)".
     """
     path = heading.strip("[]")  # "sharing.resources"
     if not isinstance(table, dict):
         raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
 
-    source = f"{prefix}{heading} " if heading else prefix
+    source = f"{prefix}{heading}{which} " if heading else prefix
     for each in fields(TABLES[heading]):
         if each.default is MISSING and each.name not in table:
             raise ConfigError(f"{source}{each.name} is missing")
@@ -598,8 +599,11 @@ def _parse_table(heading: str, table: object, prefix: str) -> Json:
             values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
         elif isinstance(value, list):
             kind = TABLES[f"[[{inner}]]"]
-            rows = [_parse_table(f"[[{inner}]]", row, prefix) for row in value]
-            values[key] = tuple(kind(**row) for row in rows)
+            rows = []
+            for number, row in enumerate(value, 1):
+                of_several = f" ({number} of {len(value)})" if len(value) > 1 else ""
+                rows.append(kind(**_parse_table(f"[[{inner}]]", row, prefix, of_several)))
+            values[key] = tuple(rows)
         else:
             raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
     return values
@@ -638,8 +642,9 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         target = KEYS["container"].parse(mount.container or mount.host, source)
         if target in mounts:
             raise _invalid(source, target, "a different path in each table")
-        if target == "/dev/shm" and sharing.resources and sharing.lock_dir:
-            raise _invalid(source, target, "another path: shared devices have their locks there")
+        # Or the daemon would take it for a directory of its locks, and empty it: see read_answer().
+        if target == "/dev/shm" and sharing.resources:
+            raise _invalid(source, target, "another path: shared devices have lock_dir there")
         mounts[target] = replace(mount, container=target)
 
     entries: list[SharedResource] = []
@@ -1986,6 +1991,16 @@ class Resource:
         return [f"{each.id}: {each.reason}" for each in self.unique_devices if each.reason]
 
     @cached_property
+    def refused(self) -> DeviceIds:
+        """Return the IDs that Allocate refuses."""
+        refused = [
+            device_id
+            for device_id, device in self.devices.items()
+            if device.is_reserved or device.reason
+        ]
+        return frozenset(refused)
+
+    @cached_property
     def device_list(self) -> DeviceList:
         """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
@@ -2045,11 +2060,12 @@ def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
             excluded |= device.addresses
 
     unplaced = {bdf: place.unknown for bdf, place in places(listed).items() if place.unknown}
+    resources = _configured_resources(devices, frozenset(excluded), settings)
     return Offer(
-        resources=_configured_resources(devices, frozenset(excluded), settings),
+        resources=resources,
         excluded=frozenset(excluded),
         unplaced=unplaced,
-        without_effect=list(_without_effect(chips, devices, settings)),
+        without_effect=list(_without_effect(chips, devices, resources, settings)),
     )
 
 
@@ -2091,6 +2107,8 @@ def _configured_resources(
     `devices`: by the name of their resource, unshared and without the domain.
     """
     sharing = settings.sharing
+    # A count takes what the entries that name their devices leave.
+    entries = sorted(sharing.resources, key=lambda entry: isinstance(entry.devices, int))
     found: Resources = {}
 
     def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
@@ -2105,7 +2123,7 @@ def _configured_resources(
 
     for base_name, members in devices.items():
         exclusive = [device for device in members if excluded.isdisjoint(device.addresses)]
-        for entry in sharing.resources:
+        for entry in entries:
             if entry.name == base_name:
                 selected = selection(entry, exclusive)
                 exclusive = [device for device in exclusive if device not in selected]
@@ -2149,12 +2167,22 @@ def aliases(device: Device) -> set[str]:
 
 
 def _without_effect(
-    chips: Container[str], devices: Mapping[str, list[Device]], settings: Settings
+    chips: Container[str],
+    devices: Mapping[str, list[Device]],
+    resources: Resources,
+    settings: Settings,
 ) -> Iterator[str]:
-    """Yield messages about chips, devices and resources in the settings that do not exist."""
+    """Yield messages about settings that concern nothing on this node.
+
+    `resources`: those that these devices have become.
+    """
     for bdf in settings.exclude:
         if bdf not in chips:
             yield f"exclude: {bdf} is not a chip of this node"
+
+    resource_of = {}  # by device; excluded ones have none
+    for resource in resources.values():
+        resource_of.update(dict.fromkeys((each.id for each in resource.unique_devices), resource))
 
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
@@ -2164,6 +2192,14 @@ def _without_effect(
         elif not found:
             available = ", ".join(devices) or "none"
             yield f"sharing: there is no resource {entry.name}; available: {available}"
+
+        # A count takes any devices, so it lacks some only if none is left.
+        name = settings.sharing.shared_name(entry)
+        shared = resources.get(f"{settings.resource_domain}/{name}")
+        selected = [each for each in selection(entry, found) if each.id in resource_of]
+        others = [each.id for each in selected if resource_of[each.id] is not shared]
+        if others and not (shared and isinstance(entry.devices, int)):
+            yield f"sharing: {name} lacks {abbreviate(others)}, which another table selects"
 
 
 # ==== HOLDS: which pod has which chips, and the consequences ======================================
@@ -3517,6 +3553,7 @@ class Rank(NamedTuple):
     """What decides about an ID wherever its device is. The lowest rank is chosen first."""
 
     is_optional: bool  # not a must-include
+    is_refused: bool  # by Allocate, if the kubelet offers it all the same
     is_occupied: bool  # a pod has it that the kubelet has forgotten
     repeats: int  # IDs of the same device that are chosen before it
     users: int  # IDs of the same device that are not available
@@ -3671,22 +3708,21 @@ def _ids_by_rank(
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
-    reserved = {each for each, device in resource.devices.items() if device.is_reserved}
-    last_choices = reserved.union(occupied)
-    special = required | last_choices
+    refused, forgotten = resource.refused, frozenset(occupied)
+    special = required | refused | forgotten
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
         available = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(available)
 
-        # Of a device, must-includes first; most have none, nor a last choice.
+        # Of a device, in the order of ranks; most have no special IDs.
         if not special.isdisjoint(available):
-            available.sort(key=lambda each: (each not in required, each in last_choices))
+            available.sort(key=lambda id: (id not in required, id in refused, id in forgotten))
 
         for repeats, device_id in enumerate(available[:size]):
             is_optional = device_id not in required
-            rank = Rank(is_optional, device_id in last_choices, repeats, users)
+            rank = Rank(is_optional, device_id in refused, device_id in forgotten, repeats, users)
             found[rank][number] = device_id
     return found
 
@@ -3849,7 +3885,7 @@ def container_edits(
     edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
 
     # tt-umd reads an integer as an index into the devices inside the container, so the host's
-    # device number would be wrong.
+    # device number would be wrong. Before v0.9.3 it read the device number, not an index.
     if settings.visible_devices == "bdf":
         edits.envs["TT_VISIBLE_DEVICES"] = addresses
     elif settings.visible_devices == "index":
@@ -4079,6 +4115,10 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
 
     name_of = partial(name_of_pod, names=observation.names)
     advertised = advertise(offer, chips, holds, name_of)
+
+    # Holds change with each pod, their IDs' devices rarely: keep lists that are computed already.
+    if former and former.offer is offer and former.resources == advertised:
+        advertised = former.resources
     return Decision(observation, chips, holds, offer, advertised)
 
 

@@ -62,8 +62,10 @@ EXPLANATIONS = {
     ),
     "visible_devices": (
         "bdf sets the variable to the PCI addresses of the container's chips, which tt-umd "
-        "v0.9.3 and later understands. index sets it to the numbers 0 to n-1, which count the "
-        "devices inside the container, for older versions. none leaves it to the image."
+        "v0.9.3 and later understands. index sets it to the numbers 0 to n-1, for programs that "
+        "expect numbers; since v0.9.3 these count the devices inside the container. none leaves "
+        "it to the image. Choose none for older versions of tt-umd: they take a number for the "
+        "one in /dev/tenstorrent, and without the variable use all devices of the container."
     ),
     "unit": (
         "chip: each device file is a device. board: the two chips of a p300 are one device, and"
@@ -132,7 +134,9 @@ EXPLANATIONS = {
     ),
     "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
-    "devices": "A count shares the devices with the lowest addresses.",
+    "devices": (
+        "A count shares the devices with the lowest addresses that no other table names or counts."
+    ),
 }
 README_KEYS = (
     "unit",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -383,6 +385,18 @@ def test_a_number_that_is_not_valid_is_reported(place: str) -> None:
         assert valid.startswith(("number", "whole number"))
 
 
+@pytest.mark.parametrize("place", WRONG_NUMBERS)
+def test_the_limits_of_a_number_are_those_that_the_message_has(place: str) -> None:
+    """Both are valid, and nothing beyond them."""
+    key = KEYS[place.rpartition(" ")[2]]
+    limits = re.search(r"number.* from (\S+) to ([0-9]+)", key.valid)
+    assert limits
+    least, most = map(json.loads, limits.groups())
+
+    assert key.accepts(least) and key.accepts(most)
+    assert not key.accepts(least - 1) and not key.accepts(most + 1)
+
+
 @pytest.mark.parametrize(
     "content",
     [b"log_level = ", b"unit = board", b"= 1", b"[health", b"a = 1\na = 2", b"log_level = 'info'\r",
@@ -494,6 +508,8 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         (mount("/x", "/a") + mount("/y", "/b/../a"),
          "[[mounts]] container: '/a' is not valid; must be a different path in each table"),
         (mount("/dev/shm") + SHARED, "[[mounts]] container: '/dev/shm' is not valid; must be an"),
+        (mount("/srv/n300", "/dev/shm") + f"[sharing]\nlock_dir = ''\n{SHARED}",
+         "[[mounts]] container: '/dev/shm' is not valid; must be another path: shared devices h"),
         ("mounts = ['/x']", "mounts: '/x' is not valid; must be a table: [[mounts]]"),
         ("[sharing]\nresources = 1", "sharing.resources: 1 is not valid; must be tables: [[shari"),
         ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),
@@ -519,6 +535,22 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
 def test_a_configuration_that_contradicts_itself_is_reported(content: str, line: str) -> None:
     """One line with the place in the file, the value, and what is wrong with it."""
     assert rejection(content).startswith(f"FILE: {line}")
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ("name = 'n150'", "replicas is missing"),
+        ("name = 'n150'\nreplicas = 1", "replicas: 1 is not valid"),
+        ("name = 'n150'\nreplicas = 2\nrenam = 'x'", "unknown key 'renam'; did you mean rename?"),
+    ],
+)
+def test_of_several_tables_with_one_heading_the_message_has_the_number(
+    second: str, problem: str
+) -> None:
+    """Otherwise nobody finds the one among many that lacks a key."""
+    line = rejection(f"{SHARED}[[sharing.resources]]\n{second}")
+    assert line.startswith(f"FILE: {ENTRY}(2 of 2) {problem}")
 
 
 VALID_LINES = [

@@ -15,8 +15,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import bdf, chip, count_calls, decide
-from ttdp import Chip, Device, RequestError, Resource, Settings, SharedResource, Sharing
+from tests.chips import bdf, chip, count_calls, decide, hold
+from ttdp import Chip, Device, Kind, RequestError, Resource, Settings, SharedResource, Sharing
 
 RING = [0x00, 0x40, 0x80, 0xC0]  # a Galaxy's trays, by their buses
 POSITIONS = range(1, 9)
@@ -278,6 +278,27 @@ def test_of_a_shared_device_an_occupied_id_is_the_last_choice() -> None:
         assert found == chosen
 
 
+def test_an_id_that_allocate_would_refuse_is_the_last_choice() -> None:
+    """The kubelet can still offer it, by a former list. A pod can wait for an occupied device."""
+    excluded = Settings(exclude=(bdf(2),))
+    former = hold("n150", bdf(2), buses=[2])
+    chips = [chip(1, fault=Kind.STALLED), chip(2), chip(3), chip(4)]
+    (devices,) = decide(chips, excluded, [former]).resources.values()
+
+    ill, reserved, occupied, free = map(bdf, (1, 2, 3, 4))
+    for must, chosen in (
+        ([], [free]),
+        ([], [occupied, free]),
+        ([ill], [ill]),
+        ([reserved], [reserved, free]),
+        ([], [ill, reserved, occupied, free]),
+    ):
+        found = ttdp.preferred_allocation(
+            devices, [ill, reserved, occupied, free], must, len(chosen), [reserved, occupied]
+        )
+        assert {*found} == {*chosen}
+
+
 # -- all rules together ----------------------------------------------------------------------------
 
 numa_nodes = st.sampled_from([None, 0, 1])
@@ -496,6 +517,7 @@ def test_replicas_take_no_part_in_the_search(size: int) -> None:
     """32 chips of 100 replicas: a few steps for each ID, whatever their number is."""
     devices = resource(LAYOUTS_OF_32["Galaxy"], 100)
     ids = [*devices.devices]
+    assert not devices.refused  # which is computed once for each list
 
     for free in (ids, ids[1::2] * 2):
         for must in ([], free[: size // 2], free[-size:]):

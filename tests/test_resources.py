@@ -242,6 +242,34 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     assert none.offer.without_effect[0] in log_lines(None, none)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "offered", "message"),
+    [
+        (("0",), (BDFS[0],), {"a": [0], "n150": [1, 2, 3]}, f"b lacks '{BDFS[0]}'"),
+        (("0", "1"), (BDFS[0], "3"), {"a": [0, 1], "b": [3], "n150": [2]}, f"b lacks '{BDFS[0]}'"),
+        (("0",), 1, {"a": [0], "b": [1], "n150": [2, 3]}, None),
+        (1, ("0",), {"a": [1], "b": [0], "n150": [2, 3]}, None),
+        (3, 3, {"a": [0, 1, 2], "b": [3]}, None),
+        (4, 1, {"a": [0, 1, 2, 3]}, f"b lacks '{BDFS[0]}'"),
+    ],
+    ids=["number and address", "partly", "count last", "count first", "two counts", "none left"],
+)
+def test_a_device_that_two_tables_select_is_a_message(
+    first: Any, second: Any, offered: dict[str, list[int]], message: str | None
+) -> None:
+    """The first one has it. A count selects none of those that another table names."""
+    tables = (SharedResource("n150", 2, "a", first), SharedResource("n150", 2, "b", second))
+    found = decide(FOUR, shared(*tables))
+
+    of_chips = {
+        name.removeprefix("tenstorrent.com/"): [each.chips[0].bdf for each in one.unique_devices]
+        for name, one in found.resources.items()
+    }
+    assert of_chips == {name: [BDFS[n] for n in numbers] for name, numbers in offered.items()}
+    wanted = [f"sharing: {message}, which another table selects"] if message else []
+    assert found.offer.without_effect == wanted
+
+
 def test_a_shared_resource_keeps_its_name_unless_it_is_renamed() -> None:
     """By an entry's `rename`, else by `rename_by_default`, which appends `.shared`."""
     renamed = {"rename_by_default": True}
@@ -511,3 +539,19 @@ def test_a_pod_on_a_node_full_of_replicas_costs_little() -> None:
     arguments = (chips, shared(SharedResource(name, 100)), given)
 
     assert count_calls(lambda: decide(*arguments)) < 150_000
+
+
+@pytest.mark.parametrize("settings", [TWICE, ARCH], ids=["shared", "renamed"])
+def test_a_pod_that_changes_no_list_costs_no_new_one(settings: Settings) -> None:
+    """Not even while another one's chip is withheld: a list of 3,200 replicas takes 10 ms."""
+    former = decide(FOUR, settings, [HELD])
+    (name,) = former.offer.resources
+    another = hold(name, *[*former.offer.resources[name].devices][-1:], buses=[4], pod="u2")
+
+    held = (*former.observation.holds, another)
+    decision = ttdp.decide(former.observation._replace(holds=held), former)
+
+    assert [*decision.holds] == [HELD, another]
+    assert decision.resources is former.resources and decision.depends_on_holds
+    ended = ttdp.decide(former.observation._replace(holds=(another,)), decision)
+    assert ended.resources is ended.offer.resources and not ended.depends_on_holds
