@@ -60,6 +60,20 @@ def test_every_page_is_installed(name: str) -> None:
     assert name in (DEB / "manpages").read_text().split()
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_has_a_version(name: str) -> None:
+    """A release would not change it. The footer has the program's name."""
+    assert re.findall(r"(?m)^\.Os (.*)$", (DEB / name).read_text()) == ["tt-device-plugin"]
+
+
+def test_the_service_starts_without_the_directories_that_it_may_write_to() -> None:
+    """By a hyphen: without it, a directory that is not there ends each start with status 226."""
+    drop_in = (DEB / "tt-device-plugin.toml.5").read_text()
+    unit = (ROOT / "packaging/systemd/tt-device-plugin.service").read_text()
+    paths = re.findall(r"(?m)^ReadWritePaths=(.+)$", drop_in + unit)
+    assert len(paths) > 1 and all(path.startswith("-/") for path in " ".join(paths).split())
+
+
 def test_every_key() -> None:
     """The page of the configuration has all of them, in their tables; no flag is missing in (8)."""
     text = (DEB / "tt-device-plugin.toml.5").read_text()
