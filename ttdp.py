@@ -7395,7 +7395,7 @@ def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
     """Print the chips; return the exit status. `is_valid`: whether the configuration is."""
     view, problem = get_view(settings, is_valid=is_valid)
     if problem:
-        text = f"the service {problem.text}, so this is a single look at the node"
+        text = f"this is a single look at the node: the service {problem.text}"
         log.error("%s", printable(str(Reason(text, problem.command))))
     outdated = outdated_because(view)
     if outdated:

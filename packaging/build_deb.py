@@ -37,6 +37,10 @@ FOR_DEBHELPER = {
     "tmpfiles.conf": "tt-device-plugin.tmpfiles",
 }
 
+# Nodes with a kubelet run systemd. This is not an override in the package: Debian 13's lintian no
+# longer has the tag, and takes an override of it for an error.
+NO_INIT_SCRIPT = "package-supports-alternative-init-but-no-init.d-script"
+
 
 def main() -> int:
     """Run the command."""
@@ -117,13 +121,17 @@ def build_package(top: Path, arch: str) -> None:
 
 
 def run_lintian(package: Path) -> None:
-    """Run lintian, and fail if it finds anything. Print a line if it is not installed."""
+    """Run lintian, and exit if it finds anything. Print a line if it is not installed."""
     if not shutil.which("lintian"):
         print("lintian is not installed: skipped these checks, which are for maintainers")
         return
     print("lintian", flush=True)
     checks = ["--fail-on", "error,warning,info", "--display-info", "--tag-display-limit=0"]
-    subprocess.run(["lintian", "--allow-root", *checks, str(package)], check=True)
+    known = subprocess.run(["lintian-explain-tags", NO_INIT_SCRIPT], capture_output=True)
+    if not known.returncode:
+        checks += ["--suppress-tags", NO_INIT_SCRIPT]
+    if status := subprocess.run(["lintian", "--allow-root", *checks, str(package)]).returncode:
+        sys.exit(status)  # lintian has printed what it found
 
 
 def set_version(debian: Path, version: str) -> None:

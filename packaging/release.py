@@ -26,7 +26,7 @@ import version as versions
 from version import CHANGELOG, PROGRAM, TOP, git
 
 NEWS = "CHANGELOG.md"
-INSTALLED = f"/usr/share/doc/tt-device-plugin/{NEWS}.gz"  # as the package has it
+INSTALLED = f"/usr/share/doc/tt-device-plugin/{NEWS}"  # as the package has it
 OPEN = "unreleased"  # in place of the date
 MAINTAINER = "tt-device-plugin maintainers <maintainers@tt-device-plugin.invalid>"
 

@@ -36,8 +36,8 @@ KEYS = ["id", "index", "path", "bdf", "card", "board", "arch", "serial", "asic_i
         "firmware", "temperature", "power", "healthy", "reason", "withheld", "resource",
         "replicas", "pods", "processes", "excluded", "since"]  # fmt: skip
 N150, P150 = "tenstorrent.com/n150", "tenstorrent.com/p150"
-ONE_LOOK = "so this is a single look at the node"
-NOT_RUNNING = f"the service is not running, {ONE_LOOK}; run: systemctl start tt-device-plugin\n"
+ONE_LOOK = "this is a single look at the node: the service"
+NOT_RUNNING = f"{ONE_LOOK} is not running; run: systemctl start tt-device-plugin\n"
 
 
 @pytest.fixture
@@ -719,8 +719,8 @@ async def test_a_daemon_of_another_node_is_not_asked(
 
     answer = await asyncio.to_thread(forked, words, environment() | served.environ)
 
-    text = f"the service uses {key} {theirs}, not {ours}; restart it, or run this command with its"
-    assert answer.err == f"{text} options, {ONE_LOOK}\n"
+    text = f"uses {key} {theirs}, not {ours}; restart it, or run this command with its options"
+    assert answer.err == f"{ONE_LOOK} {text}\n"
 
 
 async def test_a_daemon_started_by_hand_leaves_the_services_socket_to_it(
@@ -772,7 +772,7 @@ async def test_a_daemon_of_another_version_is_not_asked(
     command = "run: systemctl restart tt-device-plugin"
 
     answer = await served.ask("list")
-    assert answer.err == f"the service {problem}, {ONE_LOOK}; {command}\n"
+    assert answer.err == f"{ONE_LOOK} {problem}; {command}\n"
     assert len(answer.table) == 3
 
     check = await served.ask("check")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,15 @@ def test_missing_tools_are_named_before_anything_is_built(tmp_path: Path) -> Non
     done = make("deb", environment=environment)
     [line] = done.stdout.splitlines()
     assert done.returncode and line.startswith("make deb needs: ") and len(line) <= WIDTH
+
+
+def test_manual_pages_that_cannot_be_checked_are_not_right(tmp_path: Path) -> None:
+    """.ci/run's step fails without mandoc, also where its status is looked at."""
+    [step] = re.findall(r"(?ms)^manual\(\) \{.*?^\}\n", (ROOT / ".ci/run").read_text())
+    (tmp_path / "grep").symlink_to(str(shutil.which("grep")))
+    command = [str(shutil.which("bash")), "-euc", f"{step}\nmanual || exit"]
+
+    assert subprocess.run(command, env={"PATH": str(tmp_path)}).returncode == 127
 
 
 def test_without_a_network(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import errno
 import os
 import re
+from fnmatch import fnmatch
 
 import pytest
 
@@ -58,6 +59,30 @@ def test_every_reference_leads_somewhere(name: str) -> None:
 def test_every_page_is_installed(name: str) -> None:
     """debhelper installs only the pages that are in its list."""
     assert name in (DEB / "manpages").read_text().split()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_has_a_version(name: str) -> None:
+    """A release would not change it. The footer has the program's name."""
+    assert re.findall(r"(?m)^\.Os (.*)$", (DEB / name).read_text()) == ["tt-device-plugin"]
+
+
+def test_the_service_starts_without_the_directories_that_it_may_write_to() -> None:
+    """By a hyphen: without it, a directory that is not there ends each start with status 226."""
+    drop_in = (DEB / "tt-device-plugin.toml.5").read_text()
+    unit = (ROOT / "packaging/systemd/tt-device-plugin.service").read_text()
+    paths = re.findall(r"(?m)^ReadWritePaths=(.+)$", drop_in + unit)
+    assert len(paths) > 1 and all(path.startswith("-/") for path in " ".join(paths).split())
+
+
+def test_every_document_and_example_is_in_files() -> None:
+    """By its name or by a pattern."""
+    paths = re.findall(r"(?m)^\.It Pa /usr/share/doc/tt-device-plugin/(\S+)$", section("FILES"))
+    names = [place.rpartition("/")[2] for place in (DEB / "docs").read_text().split()]
+    places = (DEB / "examples").read_text().split()
+    names += [f"examples/{place.rpartition('/')[2]}" for place in places]
+    assert len(names) > 20
+    assert not [name for name in names if not any(fnmatch(name, path) for path in paths)]
 
 
 def test_every_key() -> None:

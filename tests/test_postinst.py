@@ -44,10 +44,12 @@ class System:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def run(self, *arguments: str) -> tuple[int, str]:
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Run postinst up to debhelper's part, which restarts the service.
 
         Returns its status and what it prints, on one line, as `check` wraps lines.
+
+        variables: of the administrator who installs the package
         """
         text, debhelper, _ = POSTINST.partition("#DEBHELPER#")
         assert debhelper
@@ -57,7 +59,7 @@ class System:
 
         done = subprocess.run(
             [self.top / "bin/sh", script, *arguments],
-            env={"PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"},
+            env={**variables, "PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -138,6 +140,18 @@ def test_the_variables_of_the_service_count(system: System) -> None:
 
     with service(system, TTDP_UNIT="board", TTDP_UNTI="board"):
         assert system.run("configure", "0.2.0") == (0, "")
+
+
+def test_the_variables_of_the_administrator_do_not_count(system: System) -> None:
+    """They are for a command typed by hand, and could hide what the service rejects."""
+    other = system.top / "for-a-test.toml"
+    other.write_text("unit = 'board'\n")
+    system.config.write_text(BAD)
+    status, said = system.run("configure", "0.2.0", TTDP_CONFIG_FILE=str(other))
+    assert status == 1 and f"{system.config}: {REASON}" in said
+
+    system.config.write_text("unit = 'board'\n")
+    assert system.run("configure", "0.2.0", TTDP_UNIT="bord") == (0, "")
 
 
 def test_after_a_failed_upgrade_nothing_is_checked(system: System) -> None:

@@ -162,6 +162,9 @@ def test_a_release(repository: Repository) -> None:
     headings = re.findall(r"(?m)^## (.*)$", (repository.top / "CHANGELOG.md").read_text())
     assert headings[0] == "0.3.0 – unreleased" and re.fullmatch("0.2.0 – 20..-..-..", headings[1])
     assert '__version__ = "0.3.0"' in (repository.top / "ttdp.py").read_text()
+    opened = (repository.top / "packaging/deb/changelog").read_text().split("\n -- ")[0]
+    named = (ROOT / "packaging/deb/changelog").read_text().split("\n -- ")[0]
+    assert opened.splitlines()[1:] == named.splitlines()[1:]
 
     _, _, changes, _, worktrees = repository.state()
     assert not changes and len(worktrees.splitlines()) == 1

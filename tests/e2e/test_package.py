@@ -614,6 +614,7 @@ def test_purge(host: Host) -> None:
     if not host.exists(CONFIG):
         host.be_installed()
     kubelet = "/etc/systemd/system/kubelet.service /var/lib/kubelet"
+    host.systemctl("stop", UNIT, "kubelet", check=False)  # it makes its directory again
     host.shell(f"systemctl disable kubelet; rm -rf {kubelet}")
 
     host("apt-get", "purge", "--yes", UNIT)
