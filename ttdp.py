@@ -1107,13 +1107,15 @@ UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not k
 HEX_ID = re.compile("[0-9A-F]{16}")
 VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
 
-DEAD_TEMPERATURE = 65535999  # m°C
+# m°C. The firmware has 16.16 bits with a sign, which the driver reads without one (tt-kmd's
+# telemetry.c): -0.5 °C is 65535500, and all ones are 65535999.
+NEGATIVE_TEMPERATURE = 2**15 * 1000
 DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": UNKNOWN_CARD,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
-    "temp1_input": str(DEAD_TEMPERATURE),
+    "temp1_input": "65535999",
 }
 
 
@@ -1139,8 +1141,8 @@ def to_version(text: str) -> str | None:
 
 
 def to_celsius(text: str) -> float | None:
-    """Return a temperature; None if there is none, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    """Return a temperature above zero; None for any other text, as for a limit of 0."""
+    millidegrees = to_natural(text, less_than=NEGATIVE_TEMPERATURE)
     return millidegrees / 1000 if millidegrees else None
 
 

@@ -277,6 +277,22 @@ def test_an_identity_that_was_read_during_a_reset_is_discarded(torn: str, versio
     assert parse(raw).identity == Identity()
 
 
+@pytest.mark.parametrize(
+    ("text", "celsius"),
+    [
+        ("41500", 41.5),
+        ("0", None),
+        ("-500", None),
+        ("65535500", None),  # -0.5 °C as the driver shows it
+        ("65246000", None),  # -290 °C, of a sensor that has failed
+        ("65535999", None),
+    ],
+)
+def test_a_temperature_below_zero_is_not_heat(text: str, celsius: float | None) -> None:
+    """The driver shows the firmware's signed number without its sign."""
+    assert parse({"tt_heartbeat": "7", "temp1_input": text}).temperature == celsius
+
+
 FORMS = {
     "tt_card_type": "(?!unknown$)[a-z][a-z0-9-]*",
     "tt_serial": "[0-9A-F]{16}",
