@@ -4692,15 +4692,18 @@ class TelemetryReaders:
         self._wake = wake
         self._read = read
         self._since: dict[str, float] = {}  # when each read began, by address, until collect()
+        self._skipped: set[str] = set()  # addresses of chips that were submitted during a read
         self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
 
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, unless they are being read already; see read_chip()."""
+        """Read these chips, see read_chip(), unless they are being read: see take_skipped()."""
         waiting = deque[PciFunction]()
         for function in functions:
-            if function.bdf not in self._since:
+            if function.bdf in self._since:
+                self._skipped.add(function.bdf)
+            else:
                 self._since[function.bdf] = monotonic()
                 waiting.append(function)
 
@@ -4773,6 +4776,15 @@ class TelemetryReaders:
         if failure:  # then the loop has all chips read again
             raise failure
         return readings
+
+    def take_skipped(self) -> bool:
+        """Return whether chips must be submitted again: once, after the read that made them wait.
+
+        That read may have begun before the event for which they were submitted.
+        """
+        skipped = self._skipped - self._since.keys()
+        self._skipped -= skipped
+        return bool(skipped)
 
     def under_way(self, now: float) -> dict[str, ReadState]:
         """Return the state of each read that has not been collected, by the chip's address."""
@@ -6733,12 +6745,11 @@ class Daemon:
         host = self.host
         is_poll = self._is_poll(now)
         if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
-            # A chip that is being read now is not read again: its reading began before the event,
-            # and can be older. So another scan follows.
-            self._must_scan = not host.readers.is_settled(now)
+            self._must_scan = False
             host.read_chips(is_poll=is_poll)
 
         host.take_readings(now)
+        self._must_scan |= host.readers.take_skipped()
         host.inventory.date_faults(time.time())
 
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers

@@ -223,6 +223,32 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 
 
+async def test_a_chip_that_has_an_event_during_a_slow_read_is_read_again(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read began before the event: its values can be those of before, as late firmware's."""
+    (chip,) = node.add("n150")
+    chip.silence()
+    goes_on = threading.Event()
+    genuine = ttdp.read_telemetry
+
+    def read_and_wait(function: PciFunction) -> Telemetry:
+        telemetry = genuine(function)
+        goes_on.wait(PATIENCE)
+        return telemetry
+
+    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
+    daemon = await start(interval=3600, metrics_file="")
+    await daemon.ready()
+
+    before = daemon.host.scanned_at
+    chip.speak()
+    await until(lambda: daemon.host.scanned_at > before)
+    goes_on.set()
+
+    await until(lambda: daemon.chip(chip.bdf).identity.serial)
+
+
 # -- errors that are not a chip's ------------------------------------------------------------------
 
 
