@@ -1110,6 +1110,7 @@ VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
 # m°C. The firmware has 16.16 bits with a sign, which the driver reads without one (tt-kmd's
 # telemetry.c): -0.5 °C is 65535500, and all ones are 65535999.
 NEGATIVE_TEMPERATURE = 2**15 * 1000
+
 DEAD_TEXTS = {  # of a chip that does not respond
     "tt_heartbeat": str(ALL_ONES),
     "tt_card_type": UNKNOWN_CARD,
@@ -1407,7 +1408,7 @@ class Vitals(NamedTuple):
 
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
-    is_hot: bool = False  # at the administrator's limit
+    limit_reached: float | None = None  # °C, the administrator's; None: it is not too hot
     is_throttling: bool = False  # at its own limit, which is not a fault
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
@@ -1438,13 +1439,16 @@ class Vitals(NamedTuple):
         trips = self.trips if telemetry.trips is None else telemetry.trips
         has_tripped = trips is not None and self.trips is not None and trips > self.trips
         degrees = telemetry.temperature
+
+        # The hysteresis is one of this limit. A chip can have reached another one before a reload.
         limit = hot_limit(telemetry, settings)
+        is_hot = _reaches(degrees, limit, reached_before=self.limit_reached == limit)
 
         # `empty_since` is left out: it ends with this reading.
         return Vitals(
             heartbeat=heartbeat,
             misses=misses,
-            is_hot=_reaches(degrees, limit, self.is_hot),
+            limit_reached=limit if is_hot else None,
             is_throttling=_reaches(degrees, telemetry.throttles_at, self.is_throttling),
             trips=trips,
             tripped_at=reading.at if has_tripped else self.tripped_at,
@@ -1491,8 +1495,8 @@ def judge(
         problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
         return Fault(Kind.STALLED, problem)
 
-    if vitals.is_hot and not telemetry.is_empty:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {hot_limit(telemetry, settings):g} °C"
+    if vitals.limit_reached is not None and not telemetry.is_empty:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
         return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
 
     holdoff = settings.trip_holdoff

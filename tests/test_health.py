@@ -179,6 +179,18 @@ def test_nothing_is_hot_without_a_limit_and_a_temperature(
     assert followed.read(**telemetry) is None
 
 
+@pytest.mark.parametrize(("limit", "kind"), [(79, Kind.HOT), (84, None), ("card", None)])
+def test_a_limit_that_is_raised_by_less_than_five_degrees_takes_effect(
+    limit: float | str, kind: Kind | None
+) -> None:
+    """A chip that was too hot for the former limit has not reached the new one."""
+    followed = Followed(temperature_limit=80)
+    followed.read(temperature=81.0, throttles_at=83.0)
+    followed.rules = HealthSettings(temperature_limit=limit)
+
+    assert followed.read(temperature=81.0, throttles_at=83.0) is kind
+
+
 @pytest.mark.parametrize(
     ("holdoff", "course", "faults"),
     [
