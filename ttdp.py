@@ -1707,7 +1707,7 @@ class ChipState:
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
     fault_kind: str | None = None  # value of the present fault's kind
-    since: float | None = None  # Unix time at which faults of this kind began; None: unknown
+    since: float | None = None  # seconds since boot until that kind began; None: unknown
     telemetry: Telemetry | None = None  # last values, while they are true
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
@@ -1819,7 +1819,9 @@ class ChipState:
         return cls(chip, vitals, saved["fault_kind"], saved["since"])
 
 
-CLOCK_STEP = 1.0  # seconds by which a clock that is not set does not differ
+def seconds_since_boot() -> float:
+    """Return the present time by a clock that is never set; after a boot Unix time can be wrong."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Inventory:
@@ -1830,7 +1832,6 @@ class Inventory:
         self.driver: str | None = None  # see driver_version()
         self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
-        self._booted_at: float | None = None  # Unix time, by the clock at the last date_faults()
 
     @property
     def chips(self) -> dict[str, Chip]:
@@ -1883,27 +1884,10 @@ class Inventory:
     def date_faults(self, now: float | None) -> None:
         """Record which faults have begun or ended.
 
-        `now`: Unix time; None: the chips were not watched, so new faults can be old ones.
+        `now`: seconds since boot; None: the chips were not watched, so new faults can be old ones.
         """
-        if now is not None:
-            self._follow_clock(now)
         for state in self.states.values():
             state.date_fault(now)
-
-    def _follow_clock(self, now: float) -> None:
-        """Correct the times of faults if the clock was set since the last call.
-
-        After a boot it can be wrong until the time is known from the network.
-        """
-        booted_at = now - time.clock_gettime(time.CLOCK_BOOTTIME)
-        step = 0.0 if self._booted_at is None else booted_at - self._booted_at
-        self._booted_at = booted_at
-        if abs(step) <= CLOCK_STEP:
-            return
-
-        for state in self.states.values():
-            if state.since is not None:
-                state.since += step
 
 
 # ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
@@ -4533,10 +4517,12 @@ def view_of_node(
     *,
     knows_pods: bool,
     unreadable: Sequence[str],
+    booted_at: float,
 ) -> Json:
     """Return what `list` and `check` show. Without a daemon, `service` is None.
 
-    `knows_pods`: a checkpoint was read; `unreadable`: entries of it.
+    `knows_pods`: a checkpoint was read; `unreadable`: entries of it; `booted_at`: Unix time of the
+    boot, by the present clock.
     """
     settings = decision.observation.settings
     used_by = users(decision)
@@ -4545,9 +4531,10 @@ def view_of_node(
     for bdf, chip in decision.chips.items():
         state = states.get(bdf) or ChipState(chip)  # not seen since boot: only a hold has it
         pods = used_by.get(bdf, [])
-        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
+        since = None if state.since is None else booted_at + state.since
+        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
-            faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
+            faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
             faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
 
     boards = defaultdict(list)
@@ -4603,14 +4590,21 @@ def view_of_node(
 
 
 def _chip_row(
-    decision: Decision, chip: Chip, state: ChipState, pods: Sequence[User] | None
+    decision: Decision,
+    chip: Chip,
+    state: ChipState,
+    pods: Sequence[User] | None,
+    since: float | None,
 ) -> Json:
-    """Return a chip as `list --json` shows it; `pods`: None if they are unknown."""
+    """Return a chip as `list --json` shows it.
+
+    `pods`: None if they are unknown; `since`: Unix time at which its fault began.
+    """
     function = chip.function
     resource, device = decision.devices.get(chip.bdf, (None, None))
     telemetry = state.telemetry or Telemetry()
     in_service = not decision.is_out_of_service(chip.bdf)
-    since = state.since if in_service else None
+    began = time.gmtime(since) if in_service and since is not None else None
 
     return {
         "id": device.id if device else None,
@@ -4635,7 +4629,7 @@ def _chip_row(
         "pods": pods,
         "processes": _present_processes(chip, state),
         "excluded": chip.bdf in decision.offer.excluded,
-        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since)) if since else None,
+        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", began) if began else None,
     }
 
 
@@ -4943,7 +4937,7 @@ class StateFile:
     It is root's own and taken as it is. If it does not fit, it is discarded as a whole.
     """
 
-    FORMAT = 5
+    FORMAT = 6
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:
@@ -5468,6 +5462,7 @@ class Host:
             service,
             knows_pods=self.holds.has_read,
             unreadable=self.holds.unreadable,
+            booted_at=time.time() - seconds_since_boot(),
         )
 
 
@@ -6463,7 +6458,7 @@ class Reporter:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
         await self._read_details(0.0)
-        host.inventory.date_faults(time.time())  # those that the loop has not seen yet
+        host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
         service = Service(
@@ -6754,7 +6749,7 @@ class Daemon:
 
         host.take_readings(now)
         self._must_scan |= host.readers.take_skipped()
-        host.inventory.date_faults(time.time())
+        host.inventory.date_faults(seconds_since_boot())
 
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:

@@ -508,26 +508,6 @@ def test_a_fault_has_the_time_at_which_its_kind_began() -> None:
     assert followed.since(500) is None
 
 
-@pytest.mark.parametrize("step", [-86400.0, 86400.0])
-def test_the_time_of_a_fault_follows_a_clock_that_is_set(
-    monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
-    """At a boot the clock can be wrong; a fault of that time began at the boot, not in 1970."""
-    uptime, began = 10.0, 1_700_000_000.0
-    monkeypatch.setattr("ttdp.time.clock_gettime", lambda clock: uptime)
-    ill, well = ttdp.ChipState(chip(1, fault=Kind.STALLED)), ttdp.ChipState(chip(2))
-    inventory = ttdp.Inventory({bdf(1): ill, bdf(2): well})
-    inventory.date_faults(began)
-
-    uptime += 60
-    inventory.date_faults(began + 60.5)  # a clock that drifts was not set
-    assert (ill.since, well.since) == (began, None)
-
-    uptime += 60
-    inventory.date_faults(began + 120.5 + step)
-    assert (ill.since, well.since) == (began + step, None)
-
-
 def test_a_chip_that_returns_is_as_ill_as_it_was_until_it_is_read() -> None:
     """The fault and its time stay; there is nothing to run meanwhile."""
     followed = Followed()
