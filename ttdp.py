@@ -907,11 +907,15 @@ def to_natural(text: str | None, *, less_than: int) -> int | None:
 
 
 def driver_version(settings: Settings) -> str | None:
-    """Return the loaded driver's version, or "unknown"; None if the driver is not loaded."""
+    """Return the loaded driver's version, or "unknown"; None if the driver is not loaded.
+
+    Raises OSError.
+    """
     module = f"{settings.sysfs_root}/module/{DRIVER}"
-    if not isdir(module) and not isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
+    signs = (module, f"{settings.sysfs_root}/class/{DRIVER}")
+    if not any(if_exists(os.stat, each) for each in signs):
         return None
-    return printable(read_text(f"{module}/version") or "unknown")
+    return printable(if_exists(read_attribute, f"{module}/version") or "unknown")
 
 
 def driver_can_bind(function: PciFunction) -> bool:
@@ -1304,8 +1308,11 @@ SENSORS = (
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
     """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
+    hwmon = None
+    with suppress(OSError):
+        hwmon = hwmon_directory(function)
     directories = {
-        "hwmon": hwmon_directory(function) or "",
+        "hwmon": hwmon or "",
         "class": function.class_device,
         "pci": function.directory,
     }
@@ -1845,8 +1852,9 @@ class Inventory:
 
     def scan(self, settings: Settings) -> None:
         """Look which chips and device files exist; raises OSError."""
-        self.driver = driver_version(settings)
-        self._bus = scan(settings, self._bus, driver_is_loaded=self.driver is not None)
+        driver = driver_version(settings)
+        self._bus = scan(settings, self._bus, driver_is_loaded=driver is not None)
+        self.driver = driver
 
         found = [function for function in self._bus.values() if function]
         self.unsupported = tuple(sorted(each.bdf for each in found if not each.arch))

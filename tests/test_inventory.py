@@ -410,13 +410,32 @@ def test_a_scan_that_fails_changes_nothing(
     node.add("n150")
     inventory = Inventory({})
     before = look(inventory, node)
+    driver = inventory.driver
 
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{call}", failing(number))
         with pytest.raises(OSError, match=os.strerror(number)):
             inventory.scan(settings(node))
 
+    assert inventory.driver == driver
     assert inventory.chips == before == look(inventory, node)
+
+
+def test_the_drivers_version_is_not_unknown_for_want_of_descriptors(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels and `list` would have another one for a while."""
+    genuine = os.open
+
+    def open_all_but_the_version(path: str, *arguments: Any) -> int:
+        if path.endswith("/version"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return genuine(path, *arguments)
+
+    monkeypatch.setattr("os.open", open_all_but_the_version)
+
+    with pytest.raises(OSError, match="Too many open files"):
+        Inventory({}).scan(settings(node))
 
 
 def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip) -> None:

@@ -379,6 +379,27 @@ def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
     assert [row["pid"] for row in reading.processes or ()] == [7, 9]
 
 
+def test_sensors_that_cannot_be_listed_are_an_error_of_their_chip(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a poll without sensors; it is not the daemon's own, which would concern all chips."""
+    node.add("p150a")
+    function = only_function(node)
+    genuine = os.listdir
+
+    def fail_for_sensors(path: str) -> list[str]:
+        if path.endswith("/hwmon"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return genuine(path)
+
+    monkeypatch.setattr("os.listdir", fail_for_sensors)
+
+    reading = read_all(node, function)
+
+    assert reading.telemetry == Telemetry(error=ttdp.ReadError("hwmon", errno.EIO))
+    assert reading.sensors == {}
+
+
 def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
     node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
