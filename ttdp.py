@@ -1776,6 +1776,7 @@ class ChipState:
         """Record that a read of its telemetry takes too long."""
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
+        self.sensors, self.processes = {}, None  # which are not read meanwhile
 
     def date_fault(self, now: float | None) -> None:
         """Record when the present kind of fault has begun; see Inventory.date_faults()."""
@@ -4645,11 +4646,7 @@ def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | N
     """Return the processes that use a chip, by its device file; None if they are unknown."""
     if chip.function.driver not in (None, DRIVER):
         return None  # a virtual machine may use it
-    if not chip.is_present:
-        return ()
-    # They are read with the telemetry: while that blocks, the last ones can have ended.
-    is_blocked = chip.fault is not None and chip.fault.kind is Kind.BLOCKED
-    return None if is_blocked else state.processes
+    return state.processes if chip.is_present else ()
 
 
 # ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====

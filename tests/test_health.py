@@ -247,6 +247,22 @@ def test_a_device_that_is_being_removed_is_as_it_was(before: dict[str, Any]) -> 
     assert followed.read(error=ReadError("tt_serial", errno.ENODEV)) is kind
 
 
+def test_what_was_read_before_a_blocked_read_is_not_shown_after_it() -> None:
+    """Sensors are read for metrics only; a scrape while reads of the chip block gets none."""
+    followed = Followed()
+    reading = Reading(followed.function, Telemetry(heartbeat=7), 0.0)
+    row: ttdp.ProcessRow = {"pid": 7, "command": "python3", "of_pod": False}
+    sensors = {"power1_input": 40.0}
+    followed.state.apply(reading._replace(sensors=sensors, processes=[row]), followed.rules)
+
+    followed.state.block()
+    assert followed.kind is Kind.BLOCKED
+    followed.read(heartbeat=8)
+
+    assert followed.kind is None
+    assert (followed.state.sensors, followed.state.processes) == ({}, None)
+
+
 def test_late_firmware_is_not_a_fault() -> None:
     """A chip that never had telemetry is healthy as long as nothing contradicts it."""
     followed = Followed(heartbeat_misses=1)
