@@ -1111,16 +1111,17 @@ UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not k
 HEX_ID = re.compile("[0-9A-F]{16}")
 VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
 
-# m°C. The firmware has 16.16 bits with a sign, which the driver reads without one (tt-kmd's
-# telemetry.c): -0.5 °C is 65535500, and all ones are 65535999.
-NEGATIVE_TEMPERATURE = 2**15 * 1000
+# m°C, which no chip reaches. The firmware's number has a sign, and the driver reads it without one
+# (tt-kmd's telemetry.c, hwmon.c): -0.5 °C is 65535500.
+IMPOSSIBLE_TEMPERATURE = 1_000_000
 
-DEAD_TEXTS = {  # of a chip that does not respond
-    "tt_heartbeat": str(ALL_ONES),
-    "tt_card_type": UNKNOWN_CARD,
-    "tt_serial": "F" * 16,
-    "tt_asic_id": "F" * 16,
-    "temp1_input": "65535999",
+# The texts of a chip that does not respond. Its card type is not one: a living chip can have an
+# unknown one, and drivers before 2.2 show PCI's of a dead Blackhole.
+DEAD_TEXTS = {
+    "tt_heartbeat": [str(ALL_ONES)],
+    "tt_serial": ["F" * 16],
+    "tt_asic_id": ["F" * 16],
+    "temp1_input": ["65535999", "4095937"],  # of 32 bits; of a Wormhole's 16 bits before 2.9
 }
 
 
@@ -1147,15 +1148,14 @@ def to_version(text: str) -> str | None:
 
 def to_celsius(text: str) -> float | None:
     """Return a temperature above zero; None for any other text, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=NEGATIVE_TEMPERATURE)
+    millidegrees = to_natural(text, less_than=IMPOSSIBLE_TEMPERATURE)
     return millidegrees / 1000 if millidegrees else None
 
 
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    # One text alone proves nothing: a living chip can have an unknown card type.
     names = texts.keys() & DEAD_TEXTS.keys()
-    if len(names) > 1 and all(texts[name] == DEAD_TEXTS[name] for name in names):
+    if names and all(texts[name] in DEAD_TEXTS[name] for name in names):
         return Telemetry(all_ones=True)
 
     return Telemetry(

@@ -222,10 +222,14 @@ def test_a_chip_without_telemetry_is_dead_if_its_configuration_space_is(
     assert read_telemetry(function) == telemetry
 
 
-@pytest.mark.parametrize("name", ["n150-p150a", "n150-p150a-kmd-1.34"])
-def test_all_ones_are_no_telemetry(name: str) -> None:
-    """No identity, no temperature, no count, whichever attributes the driver has."""
-    with simulated(name) as node:
+@pytest.mark.parametrize("version", ["1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0"])
+def test_all_ones_are_no_telemetry(version: str) -> None:
+    """No identity, no temperature, no count, whichever attributes the driver has.
+
+    And whatever it makes of them: another number of a Wormhole's temperature before 2.9, and PCI's
+    card type of a Blackhole before 2.2.
+    """
+    with simulated(f"n150-p150a-kmd-{version}") as node:
         for chip in node.chips:
             chip.die()
             assert read_telemetry(function_of(chip)) == Telemetry(all_ones=True)
@@ -285,7 +289,7 @@ def test_an_identity_that_was_read_during_a_reset_is_discarded(torn: str, versio
         ("-500", None),
         ("65535500", None),  # -0.5 °C as the driver shows it
         ("65246000", None),  # -290 °C, of a sensor that has failed
-        ("65535999", None),
+        ("4095937", None),  # -0.1 °C of a Wormhole before 2.9
     ],
 )
 def test_a_temperature_below_zero_is_not_heat(text: str, celsius: float | None) -> None:
