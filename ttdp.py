@@ -5154,8 +5154,12 @@ class UeventSocket:
                 message, sender = kernel.recvfrom(8192)
             except BlockingIOError:
                 break
-            except OSError:  # ENOBUFS: some were lost; for others we are called again
+            except OSError as error:
                 is_relevant = True
+                # Some events were lost. Until none waits, the kernel drops more without a second
+                # report (netlink_overrun() in af_netlink.c), so the scan must come after that.
+                if error.errno == errno.ENOBUFS:
+                    continue
                 break
 
             is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
