@@ -1514,8 +1514,8 @@ def judge(
 
     # After a rebind the firmware of a healthy chip has ten seconds; an unhealthy one must show that
     # it is well. A chip that never had telemetry may have old firmware.
-    is_missing = vitals.empty_since is not None and vitals.had_telemetry
-    if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
+    missing_since = vitals.empty_since if vitals.had_telemetry else None
+    if missing_since is not None and (former or reading.at - missing_since >= FIRMWARE_TIMEOUT):
         return Fault(Kind.SILENT, "firmware reports no telemetry")
     return None
 
