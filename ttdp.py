@@ -6455,7 +6455,10 @@ class Reporter:
 
     async def _render_metrics(self) -> str | None:
         """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        await self._read_details(METRICS_INTERVAL)
+        try:
+            await self._read_details(METRICS_INTERVAL)
+        except OSError:  # the loop meets the same error at its next poll, and logs it
+            return None
         if UNREADABLE_HOST in self._host.problems:
             return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
@@ -6466,7 +6469,8 @@ class Reporter:
     async def _render_view(self) -> str:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
-        await self._read_details(0.0)
+        with suppress(OSError):
+            await self._read_details(0.0)
         host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
@@ -6485,13 +6489,15 @@ class Reporter:
             await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they were within `max_age` seconds."""
+        """Have sensors and processes read, unless they were within `max_age` seconds.
+
+        Raises OSError.
+        """
         await self._await_reads()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
+            self._host.read_chips(is_poll=False, details=True)
             self._details_at = now
-            with suppress(OSError):  # the loop meets the same error, and logs it
-                self._host.read_chips(is_poll=False, details=True)
             self._host.wake()  # the scan can have found what no event has reported
             await self._await_reads()
 

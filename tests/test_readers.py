@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import WATCHDOG, StartDaemon
+from tests.conftest import WATCHDOG, StartDaemon, no_descriptors
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
@@ -304,6 +304,21 @@ async def test_an_internal_error_in_a_read_concerns_this_read_only(
     chips.errors.clear()
     chips.submit(ONE, TWO)
     await until(lambda: chips.answered() == [TWO.bdf, ONE.bdf, TWO.bdf])
+
+
+async def test_without_descriptors_there_are_no_metrics_and_soon_new_ones(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sensors of before would pass for new ones; they are not what the next scrape gets, either."""
+    node.add("p150a")
+    daemon = await start(interval=3600, metrics_file="")
+    await daemon.ready()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", no_descriptors)
+        assert await daemon.metrics() is None
+
+    assert "tt_device_power_watts{" in (await daemon.metrics() or "")
 
 
 async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
