@@ -912,11 +912,15 @@ def to_natural(text: str | None, *, less_than: int) -> int | None:
 
 
 def driver_version(settings: Settings) -> str | None:
-    """Return the loaded driver's version, or "unknown"; None if the driver is not loaded."""
+    """Return the loaded driver's version, or "unknown"; None if the driver is not loaded.
+
+    Raises OSError.
+    """
     module = f"{settings.sysfs_root}/module/{DRIVER}"
-    if not isdir(module) and not isdir(f"{settings.sysfs_root}/class/{DRIVER}"):
+    signs = (module, f"{settings.sysfs_root}/class/{DRIVER}")
+    if not any(if_exists(os.stat, each) for each in signs):
         return None
-    return printable(read_text(f"{module}/version") or "unknown")
+    return printable(if_exists(read_attribute, f"{module}/version") or "unknown")
 
 
 def driver_can_bind(function: PciFunction) -> bool:
@@ -1112,13 +1116,17 @@ UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not k
 HEX_ID = re.compile("[0-9A-F]{16}")
 VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
 
-DEAD_TEMPERATURE = 65535999  # m°C
-DEAD_TEXTS = {  # of a chip that does not respond
-    "tt_heartbeat": str(ALL_ONES),
-    "tt_card_type": UNKNOWN_CARD,
-    "tt_serial": "F" * 16,
-    "tt_asic_id": "F" * 16,
-    "temp1_input": str(DEAD_TEMPERATURE),
+# m°C, which no chip reaches. The firmware's number has a sign, and the driver reads it without one
+# (tt-kmd's telemetry.c, hwmon.c): -0.5 °C is 65535500.
+IMPOSSIBLE_TEMPERATURE = 1_000_000
+
+# The texts of a chip that does not respond. Its card type is not one: a living chip can have an
+# unknown one, and drivers before 2.2 show PCI's of a dead Blackhole.
+DEAD_TEXTS = {
+    "tt_heartbeat": [str(ALL_ONES)],
+    "tt_serial": ["F" * 16],
+    "tt_asic_id": ["F" * 16],
+    "temp1_input": ["65535999", "4095937"],  # of 32 bits; of a Wormhole's 16 bits before 2.9
 }
 
 
@@ -1144,16 +1152,15 @@ def to_version(text: str) -> str | None:
 
 
 def to_celsius(text: str) -> float | None:
-    """Return a temperature; None if there is none, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=DEAD_TEMPERATURE)
+    """Return a temperature above zero; None for any other text, as for a limit of 0."""
+    millidegrees = to_natural(text, less_than=IMPOSSIBLE_TEMPERATURE)
     return millidegrees / 1000 if millidegrees else None
 
 
 def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
     """Return the telemetry in these texts, by attribute."""
-    # One text alone proves nothing: a living chip can have an unknown card type.
     names = texts.keys() & DEAD_TEXTS.keys()
-    if len(names) > 1 and all(texts[name] == DEAD_TEXTS[name] for name in names):
+    if names and all(texts[name] in DEAD_TEXTS[name] for name in names):
         return Telemetry(all_ones=True)
 
     return Telemetry(
@@ -1306,8 +1313,11 @@ SENSORS = (
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
     """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
+    hwmon = None
+    with suppress(OSError):
+        hwmon = hwmon_directory(function)
     directories = {
-        "hwmon": hwmon_directory(function) or "",
+        "hwmon": hwmon or "",
         "class": function.class_device,
         "pci": function.directory,
     }
@@ -1410,7 +1420,7 @@ class Vitals(NamedTuple):
 
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
-    is_hot: bool = False  # at the administrator's limit
+    limit_reached: float | None = None  # °C, the administrator's; None: it is not too hot
     is_throttling: bool = False  # at its own limit, which is not a fault
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
@@ -1441,13 +1451,16 @@ class Vitals(NamedTuple):
         trips = self.trips if telemetry.trips is None else telemetry.trips
         has_tripped = trips is not None and self.trips is not None and trips > self.trips
         degrees = telemetry.temperature
+
+        # The hysteresis is one of this limit. A chip can have reached another one before a reload.
         limit = hot_limit(telemetry, settings)
+        is_hot = _reaches(degrees, limit, reached_before=self.limit_reached == limit)
 
         # `empty_since` is left out: it ends with this reading.
         return Vitals(
             heartbeat=heartbeat,
             misses=misses,
-            is_hot=_reaches(degrees, limit, self.is_hot),
+            limit_reached=limit if is_hot else None,
             is_throttling=_reaches(degrees, telemetry.throttles_at, self.is_throttling),
             trips=trips,
             tripped_at=reading.at if has_tripped else self.tripped_at,
@@ -1494,8 +1507,8 @@ def judge(
         problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
         return Fault(Kind.STALLED, problem)
 
-    if vitals.is_hot and not telemetry.is_empty:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {hot_limit(telemetry, settings):g} °C"
+    if vitals.limit_reached is not None and not telemetry.is_empty:
+        degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
         return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
 
     holdoff = settings.trip_holdoff
@@ -1506,8 +1519,8 @@ def judge(
 
     # After a rebind the firmware of a healthy chip has ten seconds; an unhealthy one must show that
     # it is well. A chip that never had telemetry may have old firmware.
-    is_missing = vitals.empty_since is not None and vitals.had_telemetry
-    if is_missing and (former or reading.at - (vitals.empty_since or 0) >= FIRMWARE_TIMEOUT):
+    missing_since = vitals.empty_since if vitals.had_telemetry else None
+    if missing_since is not None and (former or reading.at - missing_since >= FIRMWARE_TIMEOUT):
         return Fault(Kind.SILENT, "firmware reports no telemetry")
     return None
 
@@ -1706,7 +1719,7 @@ class ChipState:
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
     fault_kind: str | None = None  # value of the present fault's kind
-    since: float | None = None  # Unix time at which faults of this kind began; None: unknown
+    since: float | None = None  # seconds since boot until that kind began; None: unknown
     telemetry: Telemetry | None = None  # last values, while they are true
     sensors: Mapping[str, float] = field(default_factory=dict)
     processes: Sequence[ProcessRow] | None = None
@@ -1768,6 +1781,7 @@ class ChipState:
         """Record that a read of its telemetry takes too long."""
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
+        self.sensors, self.processes = {}, None  # which are not read meanwhile
 
     def date_fault(self, now: float | None) -> None:
         """Record when the present kind of fault has begun; see Inventory.date_faults()."""
@@ -1818,7 +1832,9 @@ class ChipState:
         return cls(chip, vitals, saved["fault_kind"], saved["since"])
 
 
-CLOCK_STEP = 1.0  # seconds by which a clock that is not set does not differ
+def seconds_since_boot() -> float:
+    """Return the present time by a clock that is never set; after a boot Unix time can be wrong."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Inventory:
@@ -1829,7 +1845,6 @@ class Inventory:
         self.driver: str | None = None  # see driver_version()
         self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
-        self._booted_at: float | None = None  # Unix time, by the clock at the last date_faults()
 
     @property
     def chips(self) -> dict[str, Chip]:
@@ -1843,8 +1858,9 @@ class Inventory:
 
     def scan(self, settings: Settings) -> None:
         """Look which chips and device files exist; raises OSError."""
-        self.driver = driver_version(settings)
-        self._bus = scan(settings, self._bus, driver_is_loaded=self.driver is not None)
+        driver = driver_version(settings)
+        self._bus = scan(settings, self._bus, driver_is_loaded=driver is not None)
+        self.driver = driver
 
         found = [function for function in self._bus.values() if function]
         self.unsupported = tuple(sorted(each.bdf for each in found if not each.arch))
@@ -1882,27 +1898,10 @@ class Inventory:
     def date_faults(self, now: float | None) -> None:
         """Record which faults have begun or ended.
 
-        `now`: Unix time; None: the chips were not watched, so new faults can be old ones.
+        `now`: seconds since boot; None: the chips were not watched, so new faults can be old ones.
         """
-        if now is not None:
-            self._follow_clock(now)
         for state in self.states.values():
             state.date_fault(now)
-
-    def _follow_clock(self, now: float) -> None:
-        """Correct the times of faults if the clock was set since the last call.
-
-        After a boot it can be wrong until the time is known from the network.
-        """
-        booted_at = now - time.clock_gettime(time.CLOCK_BOOTTIME)
-        step = 0.0 if self._booted_at is None else booted_at - self._booted_at
-        self._booted_at = booted_at
-        if abs(step) <= CLOCK_STEP:
-            return
-
-        for state in self.states.values():
-            if state.since is not None:
-                state.since += step
 
 
 # ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
@@ -4567,10 +4566,12 @@ def view_of_node(
     *,
     knows_pods: bool,
     unreadable: Sequence[str],
+    booted_at: float,
 ) -> Json:
     """Return what `list` and `check` show. Without a daemon, `service` is None.
 
-    `knows_pods`: a checkpoint was read; `unreadable`: entries of it.
+    `knows_pods`: a checkpoint was read; `unreadable`: entries of it; `booted_at`: Unix time of the
+    boot, by the present clock.
     """
     settings = decision.observation.settings
     used_by = users(decision)
@@ -4579,9 +4580,10 @@ def view_of_node(
     for bdf, chip in decision.chips.items():
         state = states.get(bdf) or ChipState(chip)  # not seen since boot: only a hold has it
         pods = used_by.get(bdf, [])
-        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None))
+        since = None if state.since is None else booted_at + state.since
+        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
-            faults[bdf] = {"kind": chip.fault.kind.value, "since": state.since}
+            faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
             faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
 
     boards = defaultdict(list)
@@ -4637,14 +4639,21 @@ def view_of_node(
 
 
 def _chip_row(
-    decision: Decision, chip: Chip, state: ChipState, pods: Sequence[User] | None
+    decision: Decision,
+    chip: Chip,
+    state: ChipState,
+    pods: Sequence[User] | None,
+    since: float | None,
 ) -> Json:
-    """Return a chip as `list --json` shows it; `pods`: None if they are unknown."""
+    """Return a chip as `list --json` shows it.
+
+    `pods`: None if they are unknown; `since`: Unix time at which its fault began.
+    """
     function = chip.function
     resource, device = decision.devices.get(chip.bdf, (None, None))
     telemetry = state.telemetry or Telemetry()
     in_service = not decision.is_out_of_service(chip.bdf)
-    since = state.since if in_service else None
+    began = time.gmtime(since) if in_service and since is not None else None
 
     return {
         "id": device.id if device else None,
@@ -4669,7 +4678,7 @@ def _chip_row(
         "pods": pods,
         "processes": _present_processes(chip, state),
         "excluded": chip.bdf in decision.offer.excluded,
-        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since)) if since else None,
+        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", began) if began else None,
     }
 
 
@@ -4677,11 +4686,7 @@ def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | N
     """Return the processes that use a chip, by its device file; None if they are unknown."""
     if chip.function.driver not in (None, DRIVER):
         return None  # a virtual machine may use it
-    if not chip.is_present:
-        return ()
-    # They are read with the telemetry: while that blocks, the last ones can have ended.
-    is_blocked = chip.fault is not None and chip.fault.kind is Kind.BLOCKED
-    return None if is_blocked else state.processes
+    return state.processes if chip.is_present else ()
 
 
 # ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====
@@ -4730,15 +4735,18 @@ class TelemetryReaders:
         self._wake = wake
         self._read = read
         self._since: dict[str, float] = {}  # when each read began, by address, until collect()
+        self._skipped: set[str] = set()  # addresses of chips that were submitted during a read
         self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
 
     def submit(
         self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
     ) -> None:
-        """Read these chips, unless they are being read already; see read_chip()."""
+        """Read these chips, see read_chip(), unless they are being read: see take_skipped()."""
         waiting = deque[PciFunction]()
         for function in functions:
-            if function.bdf not in self._since:
+            if function.bdf in self._since:
+                self._skipped.add(function.bdf)
+            else:
                 self._since[function.bdf] = monotonic()
                 waiting.append(function)
 
@@ -4811,6 +4819,15 @@ class TelemetryReaders:
         if failure:  # then the loop has all chips read again
             raise failure
         return readings
+
+    def take_skipped(self) -> bool:
+        """Return whether chips must be submitted again: once, after the read that made them wait.
+
+        That read may have begun before the event for which they were submitted.
+        """
+        skipped = self._skipped - self._since.keys()
+        self._skipped -= skipped
+        return bool(skipped)
 
     def under_way(self, now: float) -> dict[str, ReadState]:
         """Return the state of each read that has not been collected, by the chip's address."""
@@ -4965,7 +4982,7 @@ class StateFile:
     It is root's own and taken as it is. If it does not fit, it is discarded as a whole.
     """
 
-    FORMAT = 5
+    FORMAT = 6
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:
@@ -5177,8 +5194,12 @@ class UeventSocket:
                 message, sender = kernel.recvfrom(8192)
             except BlockingIOError:
                 break
-            except OSError:  # ENOBUFS: some were lost; for others we are called again
+            except OSError as error:
                 is_relevant = True
+                # Some events were lost. Until none waits, the kernel drops more without a second
+                # report (netlink_overrun() in af_netlink.c), so the scan must come after that.
+                if error.errno == errno.ENOBUFS:
+                    continue
                 break
 
             is_ours = DRIVER.encode() in message or OUR_PCI_ID in message
@@ -5490,6 +5511,7 @@ class Host:
             service,
             knows_pods=self.holds.has_read,
             unreadable=self.holds.unreadable,
+            booted_at=time.time() - seconds_since_boot(),
         )
 
 
@@ -6473,7 +6495,10 @@ class Reporter:
 
     async def _render_metrics(self) -> str | None:
         """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        await self._read_details(METRICS_INTERVAL)
+        try:
+            await self._read_details(METRICS_INTERVAL)
+        except OSError:  # the loop meets the same error at its next poll, and logs it
+            return None
         if UNREADABLE_HOST in self._host.problems:
             return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
@@ -6484,8 +6509,9 @@ class Reporter:
     async def _render_view(self) -> str:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
-        await self._read_details(0.0)
-        host.inventory.date_faults(time.time())  # those that the loop has not seen yet
+        with suppress(OSError):
+            await self._read_details(0.0)
+        host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
         service = Service(
@@ -6503,13 +6529,15 @@ class Reporter:
             await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they were within `max_age` seconds."""
+        """Have sensors and processes read, unless they were within `max_age` seconds.
+
+        Raises OSError.
+        """
         await self._await_reads()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
+            self._host.read_chips(is_poll=False, details=True)
             self._details_at = now
-            with suppress(OSError):  # the loop meets the same error, and logs it
-                self._host.read_chips(is_poll=False, details=True)
             self._host.wake()  # the scan can have found what no event has reported
             await self._await_reads()
 
@@ -6771,13 +6799,12 @@ class Daemon:
         host = self.host
         is_poll = self._is_poll(now)
         if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
-            # A chip that is being read now is not read again: its reading began before the event,
-            # and can be older. So another scan follows.
-            self._must_scan = not host.readers.is_settled(now)
+            self._must_scan = False
             host.read_chips(is_poll=is_poll)
 
         host.take_readings(now)
-        host.inventory.date_faults(time.time())
+        self._must_scan |= host.readers.take_skipped()
+        host.inventory.date_faults(seconds_since_boot())
 
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:

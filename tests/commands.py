@@ -194,7 +194,7 @@ def _be_the_program(
 def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
     """Return the view of a node without a daemon, whose faults began at this Unix time."""
     states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
-    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+    view = ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=(), booted_at=0.0)
     found: dict[str, Any] = json.loads(json.dumps(view))
     return found
 

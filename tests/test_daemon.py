@@ -412,6 +412,37 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     assert first["unhealthy_ids"] == [dead.bdf] and first["healthy_ids"] == [revived.bdf]
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_the_time_of_a_fault_follows_a_clock_that_is_set(
+    node: SimulatedNode,
+    start: StartDaemon,
+    short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_restarted: bool,
+) -> None:
+    """At a boot the clock can be wrong; a fault of that time began then, not in 1970."""
+    (chip,) = node.add("n150")
+    daemon = await start(state_dir=str(short_tmp))
+    await daemon.ready()
+    chip.die()
+    await daemon.sees(chip.bdf, ttdp.Kind.NO_RESPONSE)
+
+    def since() -> float:
+        return float(daemon.host.view(daemon.decision)["faults"][chip.bdf]["since"])
+
+    before = since()
+    if is_restarted:
+        await daemon.stop()
+    genuine = time.time
+    monkeypatch.setattr("time.time", lambda: genuine() + 86400)
+    if is_restarted:
+        daemon = await start(state_dir=str(short_tmp))
+        await daemon.ready()
+
+    await polls(daemon, 2)
+    assert since() == pytest.approx(before + 86400, abs=1)
+
+
 async def test_the_remedy_of_a_module_that_is_removed_reaches_the_log(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,14 +130,38 @@ def genuine() -> bool:
     return has_events(lambda _: rename_interface(b"lo", b"other"))
 
 
-def overrun() -> bool:
-    def send(kernel: socket.socket) -> None:
-        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        for _ in range(50):
-            rename_interface(b"lo", b"other")
-            rename_interface(b"other", b"lo")
+def overrun_buffer(kernel: socket.socket) -> None:
+    """Make the kernel send more events than the socket can hold."""
+    kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    for _ in range(50):
+        rename_interface(b"lo", b"other")
+        rename_interface(b"other", b"lo")
 
-    return has_events(send)
+
+def overrun() -> bool:
+    return has_events(overrun_buffer)
+
+
+def waiting_after_overrun() -> bool:
+    """Return whether events still wait when the daemon reports that some were lost."""
+    kernel = ttdp.open_uevent_socket()
+    overrun_buffer(kernel)
+    ttdp.open_uevent_socket = lambda: kernel
+
+    async def receive() -> bool:
+        reported = asyncio.get_running_loop().create_future()
+
+        def report() -> None:
+            if not reported.done():
+                reported.set_result(bool(select.select([kernel], [], [], 0)[0]))
+
+        uevents = ttdp.UeventSocket(report)
+        uevents.open()
+        is_waiting = await asyncio.wait_for(reported, PATIENCE)
+        uevents.close()
+        return bool(is_waiting)
+
+    return asyncio.run(receive())
 
 
 def test_only_the_kernels_messages_are_believed() -> None:
@@ -149,6 +173,11 @@ def test_only_the_kernels_messages_are_believed() -> None:
 def test_lost_events_count_as_events() -> None:
     """If the buffer overruns, the daemon looks at everything."""
     assert alone(overrun)
+
+
+def test_all_events_are_taken_before_the_look_for_lost_ones() -> None:
+    """Until none waits, the kernel drops further ones and reports no second overrun."""
+    assert not alone(waiting_after_overrun)
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_the_log_has_the_fault_of_an_excluded_chip_only_while_a_pod_holds_it(
 def view_of(decision: ttdp.Decision) -> dict[str, Any]:
     """What `list` and `check` show, when each fault has begun long ago."""
     states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
-    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=())
+    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=(), booted_at=0.0)
 
 
 def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(

@@ -349,7 +349,7 @@ TRIPPED = ChipState(
     chip(1, fault=Kind.TRIPPED, serial="A" * 16, numa_node=1),
     LASTING._replace(empty_since=12.25),
     fault_kind="tripped",
-    since=1.5e9,
+    since=904.5,
 )
 
 
@@ -412,13 +412,13 @@ def test_without_a_state_file_or_directory_nothing_is_known(
     assert caplog.messages == []
 
 
-ENCODED = b'{"format": 5, "boot": "this boot", "files": [], "chips": {}, "holds": '
+ENCODED = b'{"format": 6, "boot": "this boot", "files": [], "chips": {}, "holds": '
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"format": 5', b'"format": 4'),
+        (b'"format": 6', b'"format": 5'),
         (b'"holds": ', b'"allocations": '),
         (b'"identity": ', b'"identities": '),
         (b'"tripped"', b'"tripping"'),

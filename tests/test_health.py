@@ -179,6 +179,18 @@ def test_nothing_is_hot_without_a_limit_and_a_temperature(
     assert followed.read(**telemetry) is None
 
 
+@pytest.mark.parametrize(("limit", "kind"), [(79, Kind.HOT), (84, None), ("card", None)])
+def test_a_limit_that_is_raised_by_less_than_five_degrees_takes_effect(
+    limit: float | str, kind: Kind | None
+) -> None:
+    """A chip that was too hot for the former limit has not reached the new one."""
+    followed = Followed(temperature_limit=80)
+    followed.read(temperature=81.0, throttles_at=83.0)
+    followed.rules = HealthSettings(temperature_limit=limit)
+
+    assert followed.read(temperature=81.0, throttles_at=83.0) is kind
+
+
 @pytest.mark.parametrize(
     ("holdoff", "course", "faults"),
     [
@@ -233,6 +245,22 @@ def test_a_device_that_is_being_removed_is_as_it_was(before: dict[str, Any]) -> 
     kind = followed.read(**before)
 
     assert followed.read(error=ReadError("tt_serial", errno.ENODEV)) is kind
+
+
+def test_what_was_read_before_a_blocked_read_is_not_shown_after_it() -> None:
+    """Sensors are read for metrics only; a scrape while reads of the chip block gets none."""
+    followed = Followed()
+    reading = Reading(followed.function, Telemetry(heartbeat=7), 0.0)
+    row: ttdp.ProcessRow = {"pid": 7, "command": "python3", "of_pod": False}
+    sensors = {"power1_input": 40.0}
+    followed.state.apply(reading._replace(sensors=sensors, processes=[row]), followed.rules)
+
+    followed.state.block()
+    assert followed.kind is Kind.BLOCKED
+    followed.read(heartbeat=8)
+
+    assert followed.kind is None
+    assert (followed.state.sensors, followed.state.processes) == ({}, None)
 
 
 def test_late_firmware_is_not_a_fault() -> None:
@@ -494,26 +522,6 @@ def test_a_fault_has_the_time_at_which_its_kind_began() -> None:
 
     followed.read(temperature=40.0)
     assert followed.since(500) is None
-
-
-@pytest.mark.parametrize("step", [-86400.0, 86400.0])
-def test_the_time_of_a_fault_follows_a_clock_that_is_set(
-    monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
-    """At a boot the clock can be wrong; a fault of that time began at the boot, not in 1970."""
-    uptime, began = 10.0, 1_700_000_000.0
-    monkeypatch.setattr("ttdp.time.clock_gettime", lambda clock: uptime)
-    ill, well = ttdp.ChipState(chip(1, fault=Kind.STALLED)), ttdp.ChipState(chip(2))
-    inventory = ttdp.Inventory({bdf(1): ill, bdf(2): well})
-    inventory.date_faults(began)
-
-    uptime += 60
-    inventory.date_faults(began + 60.5)  # a clock that drifts was not set
-    assert (ill.since, well.since) == (began, None)
-
-    uptime += 60
-    inventory.date_faults(began + 120.5 + step)
-    assert (ill.since, well.since) == (began + step, None)
 
 
 def test_a_chip_that_returns_is_as_ill_as_it_was_until_it_is_read() -> None:

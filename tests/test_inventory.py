@@ -222,10 +222,14 @@ def test_a_chip_without_telemetry_is_dead_if_its_configuration_space_is(
     assert read_telemetry(function) == telemetry
 
 
-@pytest.mark.parametrize("name", ["n150-p150a", "n150-p150a-kmd-1.34"])
-def test_all_ones_are_no_telemetry(name: str) -> None:
-    """No identity, no temperature, no count, whichever attributes the driver has."""
-    with simulated(name) as node:
+@pytest.mark.parametrize("version", ["1.34", "2.0.0", "2.5.0", "2.9.0", "2.10.0"])
+def test_all_ones_are_no_telemetry(version: str) -> None:
+    """No identity, no temperature, no count, whichever attributes the driver has.
+
+    And whatever it makes of them: another number of a Wormhole's temperature before 2.9, and PCI's
+    card type of a Blackhole before 2.2.
+    """
+    with simulated(f"n150-p150a-kmd-{version}") as node:
         for chip in node.chips:
             chip.die()
             assert read_telemetry(function_of(chip)) == Telemetry(all_ones=True)
@@ -275,6 +279,22 @@ def test_an_identity_that_was_read_during_a_reset_is_discarded(torn: str, versio
     """The driver reads each half of a serial by itself, and it can be all ones."""
     raw = {"tt_serial": torn, "tt_asic_id": torn, "tt_fw_bundle_ver": version}
     assert parse(raw).identity == Identity()
+
+
+@pytest.mark.parametrize(
+    ("text", "celsius"),
+    [
+        ("41500", 41.5),
+        ("0", None),
+        ("-500", None),
+        ("65535500", None),  # -0.5 °C as the driver shows it
+        ("65246000", None),  # -290 °C, of a sensor that has failed
+        ("4095937", None),  # -0.1 °C of a Wormhole before 2.9
+    ],
+)
+def test_a_temperature_below_zero_is_not_heat(text: str, celsius: float | None) -> None:
+    """The driver shows the firmware's signed number without its sign."""
+    assert parse({"tt_heartbeat": "7", "temp1_input": text}).temperature == celsius
 
 
 FORMS = {
@@ -394,13 +414,32 @@ def test_a_scan_that_fails_changes_nothing(
     node.add("n150")
     inventory = Inventory({})
     before = look(inventory, node)
+    driver = inventory.driver
 
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{call}", failing(number))
         with pytest.raises(OSError, match=os.strerror(number)):
             inventory.scan(settings(node))
 
+    assert inventory.driver == driver
     assert inventory.chips == before == look(inventory, node)
+
+
+def test_the_drivers_version_is_not_unknown_for_want_of_descriptors(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels and `list` would have another one for a while."""
+    genuine = os.open
+
+    def open_all_but_the_version(path: str, *arguments: Any) -> int:
+        if path.endswith("/version"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return genuine(path, *arguments)
+
+    monkeypatch.setattr("os.open", open_all_but_the_version)
+
+    with pytest.raises(OSError, match="Too many open files"):
+        Inventory({}).scan(settings(node))
 
 
 def test_a_chip_that_vanished_between_scan_and_read_is_being_removed(chip: Chip) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import WATCHDOG, StartDaemon
+from tests.conftest import WATCHDOG, StartDaemon, no_descriptors
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import kernel_errors, settings_of
@@ -223,6 +223,32 @@ async def test_a_blocked_read_costs_a_handful_of_turns(
     assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
 
 
+async def test_a_chip_that_has_an_event_during_a_slow_read_is_read_again(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read began before the event: its values can be those of before, as late firmware's."""
+    (chip,) = node.add("n150")
+    chip.silence()
+    goes_on = threading.Event()
+    genuine = ttdp.read_telemetry
+
+    def read_and_wait(function: PciFunction) -> Telemetry:
+        telemetry = genuine(function)
+        goes_on.wait(PATIENCE)
+        return telemetry
+
+    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
+    daemon = await start(interval=3600, metrics_file="")
+    await daemon.ready()
+
+    before = daemon.host.scanned_at
+    chip.speak()
+    await until(lambda: daemon.host.scanned_at > before)
+    goes_on.set()
+
+    await until(lambda: daemon.chip(chip.bdf).identity.serial)
+
+
 # -- errors that are not a chip's ------------------------------------------------------------------
 
 
@@ -278,6 +304,21 @@ async def test_an_internal_error_in_a_read_concerns_this_read_only(
     chips.errors.clear()
     chips.submit(ONE, TWO)
     await until(lambda: chips.answered() == [TWO.bdf, ONE.bdf, TWO.bdf])
+
+
+async def test_without_descriptors_there_are_no_metrics_and_soon_new_ones(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sensors of before would pass for new ones; they are not what the next scrape gets, either."""
+    node.add("p150a")
+    daemon = await start(interval=3600, metrics_file="")
+    await daemon.ready()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", no_descriptors)
+        assert await daemon.metrics() is None
+
+    assert "tt_device_power_watts{" in (await daemon.metrics() or "")
 
 
 async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
@@ -351,6 +392,27 @@ def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
     reading = read_all(node, function)
     assert reading.sensors == ttdp.read_sensors(function) != {}
     assert [row["pid"] for row in reading.processes or ()] == [7, 9]
+
+
+def test_sensors_that_cannot_be_listed_are_an_error_of_their_chip(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a poll without sensors; it is not the daemon's own, which would concern all chips."""
+    node.add("p150a")
+    function = only_function(node)
+    genuine = os.listdir
+
+    def fail_for_sensors(path: str) -> list[str]:
+        if path.endswith("/hwmon"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return genuine(path)
+
+    monkeypatch.setattr("os.listdir", fail_for_sensors)
+
+    reading = read_all(node, function)
+
+    assert reading.telemetry == Telemetry(error=ttdp.ReadError("hwmon", errno.EIO))
+    assert reading.sensors == {}
 
 
 def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
