@@ -5167,20 +5167,7 @@ class PluginDirectory:
         self._names: frozenset[str] = frozenset()  # of others' files; kept without inotify only
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
-        self._inotify_errno = 0  # of the last call
-
-    def open(self) -> None:
-        """Lock and watch the directory; raises DirectoryError."""
-        descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._inotify_errno = ctypes.get_errno()
-        if descriptor >= 0:
-            self._inotify = descriptor
-            asyncio.get_running_loop().add_reader(descriptor, self._read)
-
-        self.check()
-        if not self.is_watched and self.problem is None:
-            reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
-            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
+        self._has_failed = False  # the last attempt to watch; of failures in a row one is logged
 
     def close(self) -> None:
         for descriptor in (self._inotify, self._locked):
@@ -5189,7 +5176,7 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory, if it is a new one; raises DirectoryError.
+        """Create, lock and watch the directory, if it is not watched; raises DirectoryError.
 
         It waits for the directory around it, the kubelet's own, which can be a link (MicroK8s).
         """
@@ -5204,7 +5191,8 @@ class PluginDirectory:
         try:
             try:
                 self._create_and_lock()
-            except FileNotFoundError:  # deleted in between, as by `kubeadm reset`
+            except (FileNotFoundError, FileExistsError):
+                # In between it was deleted, as by `kubeadm reset`, or the kubelet has made it.
                 self._create_and_lock()
         except FileNotFoundError:
             self.is_watched = False
@@ -5216,11 +5204,8 @@ class PluginDirectory:
             reason = f"{self.path} cannot be used: {why}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
 
-        if self._inotify is not None and not self.is_watched:
-            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
-            path = os.fsencode(self.path)
-            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
-            self._inotify_errno = ctypes.get_errno()
+        if not self.is_watched:
+            self._watch()
 
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
@@ -5251,6 +5236,27 @@ class PluginDirectory:
             holder = holder_of_lock(os.fstat(self._locked).st_ino)
             reason = f"{self.path} is in use by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
+
+    def _watch(self) -> None:
+        """Watch the directory; while that fails, the loop polls, and tries again each time.
+
+        There are few instances and watches for each user, and others can use them up.
+        """
+        if self._inotify is None:
+            descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            if descriptor >= 0:
+                self._inotify = descriptor
+                asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+        if self._inotify is not None:
+            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
+            path = os.fsencode(self.path)
+            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+
+        if not self.is_watched and not self._has_failed:
+            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
+        self._has_failed = not self.is_watched
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call."""
@@ -6282,6 +6288,7 @@ class ConnectionServer:
         """Accept connections; the oldest makes room for the newest."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
+        has_failed = False  # the last attempt to accept; of failures in a row one is logged
         while True:
             while len(self._open) >= self.MAX_CONNECTIONS:
                 # When it has ended, its callback below has removed it.
@@ -6291,8 +6298,11 @@ class ConnectionServer:
 
             try:
                 connection, _ = await loop.sock_accept(listening)
+                has_failed = False
             except OSError as error:
-                log.warning("cannot accept a connection: %s", error.strerror)
+                if not has_failed:
+                    log.warning("cannot accept a connection: %s", error.strerror)
+                has_failed = True
                 await asyncio.sleep(self.RETRY_AFTER)
                 continue
 
@@ -6614,7 +6624,7 @@ class Daemon:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # main() has blocked it
 
         try:
-            self._directory.open()
+            self._directory.check()
         except DirectoryError as error:
             self._exit(*error.args)
             return
