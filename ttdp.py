@@ -5728,6 +5728,7 @@ STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
 LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
 LAST_GRACE = 0.1  # seconds that calls have at the daemon's end
+STOP_TIMEOUT = 0.3  # seconds; mostly a server stops within milliseconds
 LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
@@ -5941,6 +5942,18 @@ async def completed(work: Awaitable[Result]) -> Result:
     return future.result()
 
 
+async def stop(server: grpc.aio.Server, grace: float | None) -> None:
+    """Stop a server, which ends its calls and removes its socket at once.
+
+    It then waits for its connections to close. That of a process that is stopped (SIGSTOP) and has
+    much to read does not, so from STOP_TIMEOUT on nobody waits for it.
+    """
+    stopping = asyncio.ensure_future(server.stop(grace))
+    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
+    if stopping.done():
+        stopping.result()
+
+
 async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of a future or of some work, which ends early if the future is first."""
     task = asyncio.create_task(work)
@@ -6101,7 +6114,7 @@ class KubeletSession:
 
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
-                await completed(server.stop(LAST_GRACE if self._is_exiting else None))
+                await completed(stop(server, LAST_GRACE if self._is_exiting else None))
 
             # A kubelet must have seen the end of its stream before the next Register.
             if must_notice and not self._is_exiting:
@@ -6591,11 +6604,11 @@ class Daemon:
             return self._exit_status
         finally:
             self._manager.notify("STOPPING=1")
-            if self.host.save_by < inf:
-                self.host.save_state()
             self._uevents.close()
             await self._reporter.close()
             await self.sessions.close()
+            if self.host.save_by < inf:  # calls can have been answered until now
+                self.host.save_state()
             self._directory.close()
 
     def end(self, status: int) -> None:
