@@ -6043,7 +6043,8 @@ class KubeletSession:
     def update(self, devices: DeviceList, seen: Seen, *, is_disturbed: bool) -> None:
         """Take the conditions of this turn, the own socket apart; raises OSError.
 
-        `is_disturbed`: files of others have come or gone in the directory.
+        `is_disturbed`: files of others have come or gone in the directory, or the node can be read
+        again.
         """
         self._devices.update(devices)
         former, self._seen = self._seen, seen
@@ -6185,7 +6186,7 @@ class KubeletSessions:
         """Bring the sessions in line with these resources; raises OSError.
 
         `others`: resources of which the checkpoint has IDs that another plugin has listed;
-        `is_disturbed`: files of others have come or gone in the directory.
+        `is_disturbed`: see KubeletSession.update().
         """
         for name in self.by_name.keys() - resources.keys():
             log.info("%s: no devices left; no longer registered", name)
@@ -6709,7 +6710,8 @@ class Daemon:
             if self._is_failing and not self.host.readers.is_settled(now):
                 return
 
-            is_disturbed = self._directory.take_changes()
+            # What has failed can have kept sessions from registering, too: descriptors, memory.
+            is_disturbed = self._directory.take_changes() or self._is_failing
             if self._is_failing:
                 log.info("the node's state can be read again")
                 self.host.note_problem(UNREADABLE_HOST, None)

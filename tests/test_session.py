@@ -623,11 +623,15 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It is registered as soon as there are descriptors again."""
+    """It is registered as soon as there are descriptors again, whatever its pause."""
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
-        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
+        await until(lambda: "Too many open files" in state(daemon))
+
+        patch.setattr(ttdp, "scan", no_descriptors)
+        await until(lambda: "cannot read the node's state" in caplog.text)
 
     await kubelet.registered(N150)
     assert "internal error" not in caplog.text
