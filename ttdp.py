@@ -6017,7 +6017,9 @@ async def register(kubelet: str, resource: str, endpoint: str) -> str | None:
             if error.code() == Status.DEADLINE_EXCEEDED:
                 return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
             if error.code() == Status.UNAVAILABLE:
-                return f"cannot reach the kubelet: {grpc_message(error)}"
+                # gRPC's own text differs from attempt to attempt, and would be logged each time.
+                log.debug("%s: Register: %s", resource, grpc_message(error))
+                return "kubelet closed its socket before it answered Register"
             return f"kubelet rejected Register: {grpc_message(error)}"
     return None
 

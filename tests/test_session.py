@@ -414,10 +414,12 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
 
 
 async def test_a_kubelet_that_does_not_answer_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its socket refuses connections, closes them, or accepts them only; the state has which."""
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its socket refuses connections, closes them, or accepts them only; one line has which."""
     monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     directory.mkdir()
     path = directory / "kubelet.sock"
     with socket.socket(socket.AF_UNIX) as dead:
@@ -427,8 +429,18 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
 
     path.unlink()
-    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
-        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
+    closed = 0
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal closed
+        closed += 1
+        await reader.read(closed % 3)  # before the request, or in its midst
+        writer.close()
+
+    async with await asyncio.start_unix_server(close, path):
+        await until(lambda: closed > 50)
+        reason = "kubelet closed its socket before it answered Register"
+        assert state(daemon) == reason and caplog.messages.count(f"{N150}: {reason}") == 1
 
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as silent:
