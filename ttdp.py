@@ -5228,20 +5228,7 @@ class PluginDirectory:
         self._names: frozenset[str] = frozenset()  # of others' files; kept without inotify only
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
-        self._inotify_errno = 0  # of the last call
-
-    def open(self) -> None:
-        """Lock and watch the directory; raises DirectoryError."""
-        descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._inotify_errno = ctypes.get_errno()
-        if descriptor >= 0:
-            self._inotify = descriptor
-            asyncio.get_running_loop().add_reader(descriptor, self._read)
-
-        self.check()
-        if not self.is_watched and self.problem is None:
-            reason = f"{os.strerror(self._inotify_errno)}; raise fs.inotify.max_user_*"
-            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
+        self._has_failed = False  # the last attempt to watch; of failures in a row one is logged
 
     def close(self) -> None:
         for descriptor in (self._inotify, self._locked):
@@ -5250,7 +5237,7 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory, if it is a new one; raises DirectoryError.
+        """Create, lock and watch the directory, if it is not watched; raises DirectoryError.
 
         It waits for the directory around it, the kubelet's own, which can be a link (MicroK8s).
         """
@@ -5265,7 +5252,8 @@ class PluginDirectory:
         try:
             try:
                 self._create_and_lock()
-            except FileNotFoundError:  # deleted in between, as by `kubeadm reset`
+            except (FileNotFoundError, FileExistsError):
+                # In between it was deleted, as by `kubeadm reset`, or the kubelet has made it.
                 self._create_and_lock()
         except FileNotFoundError:
             self.is_watched = False
@@ -5277,11 +5265,8 @@ class PluginDirectory:
             reason = f"{self.path} cannot be used: {why}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
 
-        if self._inotify is not None and not self.is_watched:
-            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
-            path = os.fsencode(self.path)
-            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
-            self._inotify_errno = ctypes.get_errno()
+        if not self.is_watched:
+            self._watch()
 
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
@@ -5312,6 +5297,27 @@ class PluginDirectory:
             holder = holder_of_lock(os.fstat(self._locked).st_ino)
             reason = f"{self.path} is in use by {holder}; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
+
+    def _watch(self) -> None:
+        """Watch the directory; while that fails, the loop polls, and tries again each time.
+
+        There are few instances and watches for each user, and others can use them up.
+        """
+        if self._inotify is None:
+            descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            if descriptor >= 0:
+                self._inotify = descriptor
+                asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+        if self._inotify is not None:
+            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
+            path = os.fsencode(self.path)
+            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+
+        if not self.is_watched and not self._has_failed:
+            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
+            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
+        self._has_failed = not self.is_watched
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call."""
@@ -5784,6 +5790,7 @@ STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
 LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
 LAST_GRACE = 0.1  # seconds that calls have at the daemon's end
+STOP_TIMEOUT = 0.3  # seconds; mostly a server stops within milliseconds
 LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
@@ -5997,6 +6004,18 @@ async def completed(work: Awaitable[Result]) -> Result:
     return future.result()
 
 
+async def stop(server: grpc.aio.Server, grace: float | None) -> None:
+    """Stop a server, which ends its calls and removes its socket at once.
+
+    It then waits for its connections to close. That of a process that is stopped (SIGSTOP) and has
+    much to read does not, so from STOP_TIMEOUT on nobody waits for it.
+    """
+    stopping = asyncio.ensure_future(server.stop(grace))
+    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
+    if stopping.done():
+        stopping.result()
+
+
 async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of a future or of some work, which ends early if the future is first."""
     task = asyncio.create_task(work)
@@ -6060,7 +6079,9 @@ async def register(kubelet: str, resource: str, endpoint: str) -> str | None:
             if error.code() == Status.DEADLINE_EXCEEDED:
                 return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
             if error.code() == Status.UNAVAILABLE:
-                return f"cannot reach the kubelet: {grpc_message(error)}"
+                # gRPC's own text differs from attempt to attempt, and would be logged each time.
+                log.debug("%s: Register: %s", resource, grpc_message(error))
+                return "kubelet closed its socket before it answered Register"
             return f"kubelet rejected Register: {grpc_message(error)}"
     return None
 
@@ -6086,7 +6107,8 @@ class KubeletSession:
     def update(self, devices: DeviceList, seen: Seen, *, is_disturbed: bool) -> None:
         """Take the conditions of this turn, the own socket apart; raises OSError.
 
-        `is_disturbed`: files of others have come or gone in the directory.
+        `is_disturbed`: files of others have come or gone in the directory, or the node can be read
+        again.
         """
         self._devices.update(devices)
         former, self._seen = self._seen, seen
@@ -6157,7 +6179,7 @@ class KubeletSession:
 
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
-                await completed(server.stop(LAST_GRACE if self._is_exiting else None))
+                await completed(stop(server, LAST_GRACE if self._is_exiting else None))
 
             # A kubelet must have seen the end of its stream before the next Register.
             if must_notice and not self._is_exiting:
@@ -6228,7 +6250,7 @@ class KubeletSessions:
         """Bring the sessions in line with these resources; raises OSError.
 
         `others`: resources of which the checkpoint has IDs that another plugin has listed;
-        `is_disturbed`: files of others have come or gone in the directory.
+        `is_disturbed`: see KubeletSession.update().
         """
         for name in self.by_name.keys() - resources.keys():
             log.info("%s: no devices left; no longer registered", name)
@@ -6344,6 +6366,7 @@ class ConnectionServer:
         """Accept connections; the oldest makes room for the newest."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
+        has_failed = False  # the last attempt to accept; of failures in a row one is logged
         while True:
             while len(self._open) >= self.MAX_CONNECTIONS:
                 # When it has ended, its callback below has removed it.
@@ -6353,8 +6376,11 @@ class ConnectionServer:
 
             try:
                 connection, _ = await loop.sock_accept(listening)
+                has_failed = False
             except OSError as error:
-                log.warning("cannot accept a connection: %s", error.strerror)
+                if not has_failed:
+                    log.warning("cannot accept a connection: %s", error.strerror)
+                has_failed = True
                 await asyncio.sleep(self.RETRY_AFTER)
                 continue
 
@@ -6649,11 +6675,11 @@ class Daemon:
             return self._exit_status
         finally:
             self._manager.notify("STOPPING=1")
-            if self.host.save_by < inf:
-                self.host.save_state()
             self._uevents.close()
             await self._reporter.close()
             await self.sessions.close()
+            if self.host.save_by < inf:  # calls can have been answered until now
+                self.host.save_state()
             self._directory.close()
 
     def end(self, status: int) -> None:
@@ -6682,7 +6708,7 @@ class Daemon:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # main() has blocked it
 
         try:
-            self._directory.open()
+            self._directory.check()
         except DirectoryError as error:
             self._exit(*error.args)
             return
@@ -6754,7 +6780,8 @@ class Daemon:
             if self._is_failing and not self.host.readers.is_settled(now):
                 return
 
-            is_disturbed = self._directory.take_changes()
+            # What has failed can have kept sessions from registering, too: descriptors, memory.
+            is_disturbed = self._directory.take_changes() or self._is_failing
             if self._is_failing:
                 log.info("the node's state can be read again")
                 self.host.note_problem(UNREADABLE_HOST, None)

@@ -201,7 +201,7 @@ class Watched:
 @contextlib.asynccontextmanager
 async def watched(path: Path) -> AsyncIterator[Watched]:
     found = Watched(path)
-    found.directory.open()
+    found.directory.check()
     found.directory.take_changes()
     yield found
     found.directory.close()
@@ -277,23 +277,52 @@ async def test_a_new_directory_that_cannot_be_opened_ends_the_daemon(
     assert error.value.args[0] == 74 and "Too many open files" in error.value.args[1]
 
 
-async def test_a_watch_that_is_refused_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """All watches of the user can be in use for a moment."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ttdp._libc, "inotify_add_watch", lambda *_: -1)
-        found = Watched(tmp_path)
-        found.directory.open()
+@pytest.mark.parametrize("call", ["inotify_init1", "inotify_add_watch"])
+@pytest.mark.parametrize("moment", ["at the start", "later"])
+async def test_a_watch_that_is_refused_is_one_line_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    call: str, moment: str,
+) -> None:  # fmt: skip
+    """All instances or watches of the user can be in use for a moment, also much later."""
+    path = tmp_path / "kubelet" / "device-plugins"
+    found = Watched(path)
+    if moment == "later":
+        found.directory.check()
+        assert found.directory.problem
 
-    assert f"cannot watch {tmp_path} (" in caplog.text and "polling instead" in caplog.text
+    path.parent.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(ttdp._libc, call, lambda *_: -1)
+        for _ in range(3):
+            found.directory.check()
+
+    (line,) = caplog.messages
+    assert line.startswith(f"cannot watch {path} (") and line.endswith("; polling instead")
 
     found.directory.check()
     found.directory.take_changes()
 
-    (tmp_path / "kubelet.sock").touch()
+    (path / "kubelet.sock").touch()
     assert await found.change()
     found.directory.close()
+
+
+async def test_a_directory_that_the_kubelet_makes_first_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of them look for it, and make it if it is missing."""
+    path = tmp_path / "device-plugins"
+    mkdir = os.mkdir
+
+    def come_second(path: str) -> None:
+        mkdir(path, 0o755)
+        mkdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", come_second)
+        async with watched(path) as found:
+            (path / "kubelet.sock").touch()
+            assert await found.change()
 
 
 async def test_the_watch_can_have_the_descriptor_0(tmp_path: Path) -> None:

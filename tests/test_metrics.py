@@ -589,18 +589,22 @@ async def test_a_client_of_the_view_that_stops_reading_delays_nobody(
 async def test_without_descriptors_the_server_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a line in the log and no traceback; then it answers the client that waits."""
-    monkeypatch.setattr(ttdp.ConnectionServer, "RETRY_AFTER", 1.0)
+    """With one line in the log, however long that lasts; then it answers the client that waits."""
+    monkeypatch.setattr(ttdp.ConnectionServer, "RETRY_AFTER", 0.01)
+    refused = 0
+
+    def refuse(*_: object) -> None:
+        nonlocal refused
+        refused += 1
+        no_descriptors()
 
     async with serving(render_at_once) as listening:
-        with monkeypatch.context() as patch:
-            patch.setattr(CountingSocket, "accept", no_descriptors)
-            waiting = asyncio.create_task(answer(listening))
-            await until(lambda: complaints(caplog))
-            for _ in range(1000):
-                await asyncio.sleep(0)
-        assert await waiting == (OK, "x 1\n")
+        for times in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(CountingSocket, "accept", refuse)
+                waiting = asyncio.create_task(answer(listening))
+                await until(lambda: refused >= 5 * times)  # noqa: B023
+            assert await waiting == (OK, "x 1\n")
+            assert complaints(caplog) == ["cannot accept a connection: Too many open files"] * times
 
-    assert {*complaints(caplog)} == {"cannot accept a connection: Too many open files"}
-    assert len(complaints(caplog)) < 100
     assert not any(record.exc_info for record in caplog.records)

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,35 @@ async def test_an_answer_has_the_settings_of_one_moment(
     answer = await admission
 
     assert answer.cdi_devices and not answer.devices and not answer.mounts
+
+
+async def test_an_answer_while_the_daemon_ends_is_known_to_the_next_one(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A call that is under way then has a moment; a kubelet can write its checkpoint late."""
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(ttdp, "LAST_GRACE", PATIENCE)
+    monkeypatch.setattr(ttdp, "STOP_TIMEOUT", PATIENCE)
+    chip, _ = node.chips
+    daemon = await start(state_dir=str(short_tmp))
+    await kubelet.registered(N150)
+    link = chip.by_pci.rename(node.root / "link")
+    looks = looks_for_links(monkeypatch)
+
+    admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
+    await until(lambda: looks)
+    ending = asyncio.create_task(daemon.stop())
+    await until(lambda: not plugin_sockets(kubelet.directory))
+    link.rename(chip.by_pci)
+    await admission
+    await kubelet.stop()
+    await ending
+
+    (kubelet.directory / ttdp.CHECKPOINT).unlink()
+    later = await start(state_dir=str(short_tmp))
+    (hold,) = later.host.holds.current(time.monotonic())
+    assert hold.chips == {each.bdf for each in node.chips}
 
 
 # -- refusals and garbage --------------------------------------------------------------------------

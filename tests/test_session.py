@@ -9,9 +9,10 @@ import gc
 import itertools
 import os
 import socket
+import struct
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -413,10 +414,12 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
 
 
 async def test_a_kubelet_that_does_not_answer_is_tried_again(
-    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its socket refuses connections, closes them, or accepts them only; the state has which."""
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its socket refuses connections, closes them, or accepts them only; one line has which."""
     monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     directory.mkdir()
     path = directory / "kubelet.sock"
     with socket.socket(socket.AF_UNIX) as dead:
@@ -426,8 +429,18 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     await until(lambda: state(daemon) == "waiting for kubelet (its socket refuses connections)")
 
     path.unlink()
-    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
-        await until(lambda: state(daemon).startswith("cannot reach the kubelet: "))
+    closed = 0
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal closed
+        closed += 1
+        await reader.read(closed % 3)  # before the request, or in its midst
+        writer.close()
+
+    async with await asyncio.start_unix_server(close, path):
+        await until(lambda: closed > 50)
+        reason = "kubelet closed its socket before it answered Register"
+        assert state(daemon) == reason and caplog.messages.count(f"{N150}: {reason}") == 1
 
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -531,6 +544,66 @@ async def test_a_session_can_be_closed_though_its_server_cannot_be_stopped(
     assert closing.done()
 
 
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame of HTTP/2 (RFC 9113, 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+@contextlib.contextmanager
+def stopped_client(directory: Path) -> Iterator[None]:
+    """A client that calls ListAndWatch and is stopped then: not even its kernel buffer is read."""
+    head = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/v1beta1.DevicePlugin/ListAndWatch",
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    header = b""
+    for name, value in head.items():  # literal fields of HPACK (RFC 7541, 6.2.2)
+        header += b"\0" + bytes([len(name)]) + name.encode()
+        header += bytes([len(value)]) + value.encode()
+    most = 2**31 - 1
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(directory / plugin_sockets(directory)[0]))
+        client.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + frame(4, 0, 0, struct.pack(">HI", 4, most))  # SETTINGS: the window of streams
+            + frame(8, 0, 0, struct.pack(">I", most - 65535))  # WINDOW_UPDATE: of the connection
+            + frame(1, 4, 1, header)  # HEADERS, all of them
+            + frame(0, 1, 1, bytes(5))  # DATA, the last: an empty message
+        )
+        yield
+
+
+async def list_much(kubelet: Kubelet, session: Session) -> None:
+    """Send lists to all clients, more than a connection can hold."""
+    for number in range(4):
+        ids = [f"{number}-{each}".rjust(60, "x") for each in range(3200)]
+        session.turn(*ids)
+        await until(lambda: kubelet.healthy(N150) == {*ids})  # noqa: B023
+
+
+async def test_a_client_that_is_stopped_delays_neither_the_next_registration_nor_the_end(
+    kubelet: Kubelet, session: Session
+) -> None:
+    """A debugging tool, or the kubelet itself."""
+    with stopped_client(kubelet.directory), contextlib.ExitStack() as second:
+        await list_much(kubelet, session)
+        (name,) = plugin_sockets(kubelet.directory)
+        (kubelet.directory / name).unlink()
+        session.turn("a")
+        await until(lambda: len(kubelet.find("registered")) == 2)
+
+        second.enter_context(stopped_client(kubelet.directory))
+        await list_much(kubelet, session)
+        closing = asyncio.create_task(session.close())
+        await asyncio.wait({closing}, timeout=PATIENCE)
+
+        assert closing.done() and plugin_sockets(kubelet.directory) == []
+
+
 async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
     kubelet: Kubelet, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,11 +635,15 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It is registered as soon as there are descriptors again."""
+    """It is registered as soon as there are descriptors again, whatever its pause."""
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "connection_error", no_descriptors)
         daemon = await start()
-        await until(lambda: "Too many open files" in str(daemon.daemon.sessions.registrations))
+        await until(lambda: "Too many open files" in state(daemon))
+
+        patch.setattr(ttdp, "scan", no_descriptors)
+        await until(lambda: "cannot read the node's state" in caplog.text)
 
     await kubelet.registered(N150)
     assert "internal error" not in caplog.text
