@@ -150,6 +150,7 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) ->
 # -- states ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("reads_time_out")
 async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(chips: Chips) -> None:
     """Each state has its consequence: see is_settled() and has_unblocked()."""
     readers = chips.readers
@@ -207,6 +208,7 @@ async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when
     assert others == [[ReadState.SLOW], [ReadState.BLOCKED], [ReadState.BLOCKED]]
 
 
+@pytest.mark.usefixtures("reads_time_out")
 async def test_a_blocked_read_costs_a_handful_of_turns(
     node: SimulatedNode, start: StartDaemon
 ) -> None:
