@@ -187,12 +187,8 @@ class Container:
         wait_until(self._has_begun, f"the systemd of {self.name}")
 
     def nspawn(self, *options: str) -> list[str]:
-        """Return the command that runs systemd-nspawn on the root tree with these options.
-
-        It ends, with all that it has started, when the tests are killed.
-        """
-        command = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--propagation=private"]
-        command += ["sh", "-c", NSPAWN, "sh"]
+        """Return the command that runs systemd-nspawn on the root tree with these options."""
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", NSPAWN, "sh"]
         return [*command, self.name, f"--directory={self.root}", *options]
 
     def wait_up(self) -> None:

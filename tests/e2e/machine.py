@@ -216,8 +216,8 @@ class Machine:
 class Scratch:
     """A directory on a disk, and the cgroup of its name, if a system has made one.
 
-    Both are removed by `remove()`, or by a later test run if the tests were killed: the processes
-    of a system end with its tests.
+    Both are removed by `remove()`, or by a later test run if the tests were killed, which also ends
+    processes: those of a container go on.
     """
 
     def __init__(self) -> None:
@@ -245,6 +245,7 @@ class Scratch:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 age = time.time() - os.fstat(lock.fileno()).st_mtime
                 if age > 60:  # not one that is just about to lock it
+                    kill_processes(f"/{path.name}")
                     remove_cgroups(f"/{path.name}")
                     shutil.rmtree(path)
 
@@ -334,6 +335,16 @@ def make_cgroups(cgroup: str) -> None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             if (root / name).exists():
                 (ours / name).write_text((root / name).read_text())
+
+
+def kill_processes(cgroup: str) -> None:
+    """Kill all processes in a cgroup of this name and all below it, in every hierarchy."""
+    for root, _ in cgroup_hierarchies():
+        for path, _, _ in os.walk(root / cgroup[1:]):
+            for pid in Path(path, "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    if pid != "0":  # a process outside of this PID namespace
+                        os.kill(int(pid), signal.SIGKILL)
 
 
 def remove_cgroups(cgroup: str) -> None:
