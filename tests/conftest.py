@@ -15,7 +15,7 @@ import pytest
 
 import ttdp
 from generated import deviceplugin_pb2_grpc as rpc
-from tests.commands import Served
+from tests.commands import UNHURRIED, Served
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import finished, until, workspace
@@ -23,6 +23,7 @@ from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.simulation import StartDaemon as StartDaemon
 
 WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
+READ_TIMEOUT = ttdp.READ_TIMEOUT  # the program's own, see `unhurried`
 
 
 def plugin_sockets(directory: Path) -> list[str]:
@@ -80,6 +81,20 @@ def unshared(*namespaces: str) -> list[str]:
 def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
     """Return a kubelet whose pods have cgroups and processes on this node."""
     return Kubelet(directory, host=node, **options)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unhurried() -> Iterator[None]:
+    """Let reads of chips take as long as they need on a busy machine; see `reads_time_out`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ttdp, "READ_TIMEOUT", UNHURRIED["READ_TIMEOUT"])
+        yield
+
+
+@pytest.fixture
+def reads_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reads of chips count as blocked as early as in the real program."""
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", READ_TIMEOUT)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
+from tests.conftest import READ_TIMEOUT
 from ttdp import KEYS, OPTIONS, ConfigError, HealthSettings, Mount, Settings, Sharing, load_settings
 
 Shared = ttdp.SharedResource
@@ -616,5 +617,5 @@ def test_times_are_those_of_the_design() -> None:
     names = "START_TIMEOUT METRICS_INTERVAL WRITTEN_WITHIN CREATED_WITHIN LINK_TIMEOUT EMPTY_WITHIN"
     assert [getattr(ttdp, name) for name in names.split()] == [25, 15, 30, 120, 1, 1]
     assert (ttdp.REGISTER_TIMEOUT, ttdp.BACKOFF) == (10, (0.1, 5))
-    assert (ttdp.READ_TIMEOUT, ttdp.FIRMWARE_TIMEOUT, ttdp.BIND_TIMEOUT) == (2, 10, 10)
+    assert (READ_TIMEOUT, ttdp.FIRMWARE_TIMEOUT, ttdp.BIND_TIMEOUT) == (2, 10, 10)
     assert (ttdp.ROUND, ttdp.START_INTERVAL, ttdp.METRICS_ARE_OLD) == (5, 0.1, 120)

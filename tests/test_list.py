@@ -26,6 +26,7 @@ import pytest
 import ttdp
 from tests.chips import bdf, chip, decide, hold
 from tests.commands import PROGRAM, Answer, Host, Served, forked, host_with, view_of
+from tests.conftest import READ_TIMEOUT
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, environment, finished, until
@@ -379,6 +380,7 @@ def test_json_has_these_keys_and_values(mixed: Host) -> None:
 
 def test_one_look_takes_the_time_to_see_that_reads_are_blocked(host: Host) -> None:
     """Each has its time, and they begin one after the other; status 0."""
+    host.constants["READ_TIMEOUT"] = READ_TIMEOUT
     for _ in range(6):
         host.node.add("n150")
     for blocked in host.node.chips[1:]:
@@ -397,8 +399,8 @@ def test_one_look_takes_the_time_to_see_that_reads_are_blocked(host: Host) -> No
 async def test_one_look_takes_no_longer_than_the_reads(
     mixed: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read counts as blocked after two seconds; nobody waits for them if the chips answer."""
-    monkeypatch.setattr("ttdp.READ_TIMEOUT", 3600.0)
+    """A read counts as blocked after some time; nobody waits for that if the chips answer."""
+    monkeypatch.setattr("ttdp.READ_TIMEOUT", 60 * PATIENCE)
     look = ttdp.look_once(settings_of(mixed.node, mixed.plugins))
     view = await asyncio.wait_for(look, PATIENCE)
     assert [row["healthy"] for row in view["chips"]] == [True] * 4
@@ -587,6 +589,7 @@ async def test_log_status_list_check_and_metrics_agree_on_a_fault(
     assert f'tt_device_fault{{device="{chip.bdf}",kind="{kind}"}} 1' in metrics
 
 
+@pytest.mark.usefixtures("reads_time_out")
 async def test_the_processes_of_a_chip_whose_reads_block_are_unknown(served: Served) -> None:
     """They are read with its telemetry: one that has ended would be named for hours."""
     (chip,) = served.node.add("n150")

@@ -33,7 +33,6 @@ class Chips:
     """Chips that answer at once unless they are held or have an error."""
 
     def __init__(self) -> None:
-        self.began: dict[str, float] = {}  # when the last read of each chip began
         self.reads: list[str] = []
         self.readings: list[Reading] = []
         self.errors: dict[str, Exception] = {}
@@ -50,7 +49,6 @@ class Chips:
         if function.bdf in self._busy:
             self.read_twice_at_once.append(function.bdf)
         self._busy.add(function.bdf)
-        self.began[function.bdf] = time.monotonic()
         self.reads.append(function.bdf)
         if gate := self._held.get(function.bdf):
             gate.wait(4 * PATIENCE)  # longer than any test waits
@@ -150,14 +148,18 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) ->
 # -- states ----------------------------------------------------------------------------------------
 
 
-async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(chips: Chips) -> None:
+@pytest.mark.usefixtures("reads_time_out")
+async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each state has its consequence: see is_settled() and has_unblocked()."""
+    since = 1000.0
+    monkeypatch.setattr(ttdp, "monotonic", lambda: since)
     readers = chips.readers
     chips.hold(ONE)
     chips.submit(ONE)
     await until(lambda: chips.reads)
 
-    since = chips.began[ONE.bdf]
     looks = [
         (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.has_unblocked(at))
         for at in (since, since + 0.1, since + 2.0)
@@ -173,14 +175,23 @@ async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(ch
 async def test_a_chip_behind_a_blocked_one_is_not_late(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of a read begins with it."""
-    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
+    """The time of a read begins with it: the clock goes on by a second when a thread is started."""
+    now = 1000.0
+    genuine = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal now
+        now += 1.0
+        genuine(thread)
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    monkeypatch.setattr(ttdp, "monotonic", lambda: now)
     chips.hold(ONE, TWO)
 
     chips.submit(ONE, TWO)
     await until(lambda: TWO.bdf in chips.reads)
 
-    states = chips.readers.under_way(chips.began[ONE.bdf] + ttdp.READ_TIMEOUT)
+    states = chips.readers.under_way(1000.0 + ttdp.READ_TIMEOUT)
     assert states[ONE.bdf] is ReadState.BLOCKED
     assert states[TWO.bdf] is not ReadState.BLOCKED
 
@@ -207,6 +218,7 @@ async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when
     assert others == [[ReadState.SLOW], [ReadState.BLOCKED], [ReadState.BLOCKED]]
 
 
+@pytest.mark.usefixtures("reads_time_out")
 async def test_a_blocked_read_costs_a_handful_of_turns(
     node: SimulatedNode, start: StartDaemon
 ) -> None:

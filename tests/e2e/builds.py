@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tt-device-plugin"
 FRESH = 14 * 86400  # seconds for which a system of Debian's packages is used again
+HICCUP = 20.0  # seconds after which a mirror, or a proxy, may have recovered
 
 # The kubelets that can be had: a Go module beside this file pins each of them.
 VERSIONS = sorted(path.name.removeprefix("kubelet-") for path in HERE.glob("kubelet-*"))
@@ -59,16 +60,22 @@ def cached(name: str, make: Callable[[Path], object], *, lasts: float = math.inf
     """Return the cache's file or directory of this name.
 
     If there is none, or if it was made more than `lasts` seconds ago, `make` makes it at the path
-    that it is given. Test runs that want the same at the same time wait for the first one, and none
-    ever finds it half made.
+    that it is given. It is called again if that fails: most of it downloads something. Test runs
+    that want the same at the same time wait for the first one, and none ever finds it half made.
     """
     target, half = CACHE / name, CACHE / f"{name}.partial"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists() or time.time() - target.stat().st_mtime > lasts:
-            _remove(half)
-            make(half)
+            try:
+                _remove(half)
+                make(half)
+            except Exception as error:
+                print(f"{name}: {error}; trying again")
+                time.sleep(HICCUP)
+                _remove(half)
+                make(half)
             _remove(target)
             half.rename(target)
     return target

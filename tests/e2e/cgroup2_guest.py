@@ -44,7 +44,7 @@ rename = "n150-half"
 EXCLUSIVE = 5
 ONE = {RESOURCE: "1"}
 ALL = {RESOURCE: str(EXCLUSIVE)}
-GRACE = 15  # seconds that the kubelet waits before it kills a pod
+GRACE = 1200  # seconds that the kubelet waits before it kills a pod: `forced` does it before
 # A container's part in taking turns on a chip, and what another one then sees.
 LOCK = "/dev/shm/TT_UMD_LOCK.CHIP_IN_USE_0_PCIe"
 TAKE = f"like_umd lock {LOCK} &"
@@ -87,24 +87,18 @@ def hand_over(node: GuestNode, last: list[GuestPod]) -> JSON:
 
 
 def forced(node: GuestNode, last: list[GuestPod]) -> JSON:
-    """Delete that pod by force, which does not end, and let another one have its chips."""
+    """Delete that pod by force, and let another one have its chips: then the first one ends."""
     first = last.pop()
     predecessor = first.process()
-    found: JSON = {"cgroup": predecessor.cgroup, "given too early": False, "last seen": 0.0}
 
     first.force_delete()
     second = node.create("successor", ALL)
+    wait_for(lambda: second.uid in CHECKPOINT.read_text() and waits(), second.why)
+    found: JSON = {"cgroup": predecessor.cgroup, "given too early": predecessor.exists}
 
-    def has_ended() -> bool:
-        if predecessor.exists:
-            found["last seen"] = time.monotonic()
-            found["given too early"] |= second.uid in CHECKPOINT.read_text()
-        return not predecessor.exists
-
-    wait_for(has_ended, "the predecessor to end")
-
-    successor = second.process()
-    found["later"] = round(successor.started_at - found["last seen"], 2)
+    ended = time.monotonic()
+    predecessor.signal(signal.SIGKILL)
+    found["later"] = round(second.process().started_at - ended, 2)
     found["waits"] = waits()
     last.append(second)
     return found

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.e2e.builds import VERSIONS, build_kubelet, missing_tools
 from tests.e2e.container import require_root
 from tests.e2e.daemon import Site, stale_zipapp
 from tests.e2e.host import Host, Packages
+from tests.e2e.machine import Scratch
 from tests.e2e.node import Node
 from tests.e2e.repository import Publisher
 from tests.world.processes import ROOT
@@ -53,10 +53,12 @@ def pytest_runtest_makereport(
     report = yield
     if call.when == "call" and report.failed:
         for name, place in getattr(item, "funcargs", {}).items():
-            if isinstance(place, (Host, Site)):
-                report.sections.append((f"last words of the {name}", place.last_words()))
-            if isinstance(place, Host):
-                place.recover()
+            # An error here would end the run. A host that does not answer fails its other tests.
+            with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
+                if isinstance(place, (Host, Site)):
+                    report.sections.append((f"last words of the {name}", place.last_words()))
+                if isinstance(place, Host):
+                    place.recover()
     return report
 
 
@@ -84,16 +86,16 @@ def deb() -> Path:
 def packages(deb: Path) -> Iterator[Packages]:
     """Return this package and one of a later version."""
     require_root(dpkg_buildpackage="dpkg-dev debhelper")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        yield Packages.of(deb, Path(work))
+    with Scratch() as work:
+        yield Packages.of(deb, work)
 
 
 @pytest.fixture(scope="session")
 def publisher(packages: Packages) -> Iterator[Publisher]:
     """Return who makes repositories of these packages, with a key, and has a second key."""
     require_root(apt_ftparchive="apt-utils", gpg="gpg")
-    with tempfile.TemporaryDirectory(prefix="ttdp-e2e-", dir="/var/tmp") as work:
-        publisher = Publisher(Path(work), packages)
+    with Scratch() as work:
+        publisher = Publisher(work, packages)
         publisher.make_key("publisher")
         publisher.make_key("another person")
         yield publisher

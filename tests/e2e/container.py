@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -19,8 +18,8 @@ from typing import TypeVar
 import pytest
 
 from tests.e2e.builds import FRESH, cached, digest
-from tests.e2e.machine import remove_cgroups
-from tests.world.processes import wait_until
+from tests.e2e.machine import HUNG, Scratch, remove_cgroups
+from tests.world.processes import LONG_PATIENCE, wait_until
 
 C = TypeVar("C", bound="Container")
 PACKAGES = "systemd,systemd-sysv,dbus,python3"
@@ -134,18 +133,22 @@ class Container:
     def __init__(self, suite: str, binds: Mapping[Path, str], packages: str = PACKAGES) -> None:
         """binds: what of the host is where in it, read-only. packages: what it has."""
         tree = root_tree(suite, packages)
-        self._work = Path(tempfile.mkdtemp(prefix="ttdp-e2e-", dir="/var/tmp"))
-        self.root = self._work / "root"
-        self.shared = self._work / "shared"  # /srv/shared, read-write
-        self.name = f"ttdp-{suite}-{os.getpid()}"
+        self._scratch = Scratch()
+        self.name = self._scratch.path.name
+        self.root = self._scratch.path / "root"
+        self.shared = self._scratch.path / "shared"  # /srv/shared, read-write
         self.leader = 0  # the PID of its systemd, as the host sees it
-        self._console = self._work / "console.log"
+        self._console = self._scratch.path / "console.log"
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._binds = [f"--bind={self.shared}:/srv/shared"]
         self._binds += [f"--bind-ro={source}:{target}" for source, target in binds.items()]
 
         self.shared.mkdir()
         unpack(tree, self.root)
+        units = self.root / "etc/systemd/system"
+        units.mkdir(parents=True, exist_ok=True)
+        for timer in ("apt-daily.timer", "apt-daily-upgrade.timer"):  # which lock dpkg twice a day
+            (units / timer).symlink_to("/dev/null")
 
     # Its life.
 
@@ -197,14 +200,14 @@ class Container:
         assert self._nspawn
         self("systemctl", "poweroff", check=False)
         try:
-            self._nspawn.wait(60)
+            self._nspawn.wait(LONG_PATIENCE)
         finally:
             self._kill()
 
     def delete(self) -> None:
         """End it in whatever state it is, and delete its files."""
         self._kill()
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._scratch.remove()
 
     def _has_begun(self) -> bool:
         assert self._nspawn and self._nspawn.poll() is None, (
@@ -236,7 +239,7 @@ class Container:
 
     # What is done in it.
 
-    def run(self, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = HUNG) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, which may fail."""
         entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(

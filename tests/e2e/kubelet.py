@@ -27,7 +27,7 @@ from tests.e2e.kubeletconfig import (
 from tests.e2e.machine import Machine, Process, tail
 from tests.e2e.steps import JSON
 from tests.world.checkpoint import CHECKPOINT
-from tests.world.processes import wait_until
+from tests.world.processes import LONG_PATIENCE, wait_until
 
 
 def _configuration(version: str, machine: Machine) -> JSON:
@@ -232,4 +232,4 @@ class Kubelet:
         socket_path = self._machine.path("/var/lib/kubelet/pod-resources/kubelet.sock")
         with grpc.insecure_channel(f"unix://{socket_path}") as channel:
             stub = podresources_pb2_grpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
-            return getattr(stub, method)(request, timeout=30)
+            return getattr(stub, method)(request, timeout=LONG_PATIENCE)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.kubeletconfig import NODE_ADDRESS, NODE_NAME
-from tests.world.processes import PATIENCE, wait_until
+from tests.world.processes import LONG_PATIENCE, Broken, wait_until
 
-PREFIX = "ttdp-node-"
-HUNG = 300.0  # seconds after which a command will not end
+PREFIX = "ttdp-e2e-"
+HUNG = 1200.0  # seconds after which a command will not end
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 CLONE_NEWNET = 0x40000000
 
@@ -50,11 +50,8 @@ class Machine:
 
     def __init__(self, numa_nodes: int | None = None) -> None:
         """numa_nodes: how many the kubelet is shown; the CPUs are dealt out to them."""
-        _remove_abandoned()
-        self.scratch = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/var/tmp"))
-        self._lock = (self.scratch / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
+        self._held = Scratch()
+        self.scratch = self._held.path
         self.cgroup = f"/{self.scratch.name}"
         self.logs = self.scratch / "logs"
         self.logs.mkdir()
@@ -135,7 +132,7 @@ class Machine:
         # The kernel kills all others, and holds this one until they are gone.
         if self._init_pid:
             os.kill(self._init_pid, signal.SIGKILL)
-        self._unshare.wait(PATIENCE)
+        self._unshare.wait(LONG_PATIENCE)
 
         assert self._unshare.stdin is not None and self._unshare.stdout is not None
         self._unshare.stdin.close()
@@ -147,9 +144,7 @@ class Machine:
     def destroy(self) -> None:
         """Switch off and leave nothing behind but the cached kubelets."""
         self.power_off()
-        remove_cgroups(self.cgroup)
-        shutil.rmtree(self.scratch)
-        self._lock.close()
+        self._held.remove()
 
     # Inside
 
@@ -178,7 +173,7 @@ class Machine:
     def connect(self, port: int) -> socket.socket:
         """Connect to the machine's loopback device."""
         address = ("127.0.0.1", port)
-        return in_network(self._init_pid, lambda: socket.create_connection(address, PATIENCE))
+        return in_network(self._init_pid, lambda: socket.create_connection(address, LONG_PATIENCE))
 
     def listen(self, port: int) -> socket.socket:
         """Listen on the machine's loopback device."""
@@ -215,18 +210,44 @@ class Machine:
         return found
 
 
-def _remove_abandoned() -> None:
-    """Remove the files of machines whose tests were killed: only their processes died with them."""
-    for scratch in Path("/var/tmp").glob(f"{PREFIX}*"):
-        try:
-            with (scratch / "lock").open() as lock:
+# --- Scratch trees --------------------------------------------------------------------------------
+
+
+class Scratch:
+    """A directory on a disk, and the cgroup of its name, if a system has made one.
+
+    Both are removed by `remove()`, or by a later test run if the tests were killed, which also ends
+    processes: those of a container go on.
+    """
+
+    def __init__(self) -> None:
+        self._remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/var/tmp"))
+        self._lock = (self.path / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        remove_cgroups(f"/{self.path.name}")
+        shutil.rmtree(self.path)
+        self._lock.close()
+
+    @staticmethod
+    def _remove_abandoned() -> None:
+        for path in Path("/var/tmp").glob(f"{PREFIX}*"):
+            # What cannot be removed now is no reason for these tests to fail.
+            with contextlib.suppress(OSError, Broken), (path / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 age = time.time() - os.fstat(lock.fileno()).st_mtime
                 if age > 60:  # not one that is just about to lock it
-                    remove_cgroups(f"/{scratch.name}")
-                    shutil.rmtree(scratch)
-        except (FileNotFoundError, BlockingIOError):
-            continue
+                    kill_processes(f"/{path.name}")
+                    remove_cgroups(f"/{path.name}")
+                    shutil.rmtree(path)
 
 
 # --- Processes ------------------------------------------------------------------------------------
@@ -253,7 +274,7 @@ class Process:
         """Send a signal and wait for the end; return the exit status, or the signal negated."""
         if self.alive:
             os.kill(self.pid, number)
-        return self._entered.wait(PATIENCE)
+        return self._entered.wait(LONG_PATIENCE)
 
 
 def _child_of(pid: int) -> int | None:
@@ -314,6 +335,16 @@ def make_cgroups(cgroup: str) -> None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             if (root / name).exists():
                 (ours / name).write_text((root / name).read_text())
+
+
+def kill_processes(cgroup: str) -> None:
+    """Kill all processes in a cgroup of this name and all below it, in every hierarchy."""
+    for root, _ in cgroup_hierarchies():
+        for path, _, _ in os.walk(root / cgroup[1:]):
+            for pid in Path(path, "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    if pid != "0":  # a process outside of this PID namespace
+                        os.kill(int(pid), signal.SIGKILL)
 
 
 def remove_cgroups(cgroup: str) -> None:

@@ -12,7 +12,6 @@ A test begins like this one, with the fixture `node` of conftest.py:
 from __future__ import annotations
 
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -85,9 +84,15 @@ class Node(Site):
         file.write_text(f"{self._boot}\n")
 
     def reboot(
-        self, *, daemon_late_by: float | None = None, while_off: Callable[[], object] = lambda: None
+        self,
+        *,
+        before_daemon: Callable[[], object] | None = None,
+        while_off: Callable[[], object] = lambda: None,
     ) -> None:
-        """Cut the power and start all again, the daemon before the kubelet or seconds after it."""
+        """Cut the power and start all again: the daemon, then the kubelet.
+
+        before_daemon: what happens between the two if the kubelet is started first.
+        """
         for pod in self._pods:
             pod.forget_containers()
         self.machine.power_off()
@@ -96,12 +101,12 @@ class Node(Site):
         while_off()
 
         self.power_on()
-        if daemon_late_by is None:
+        if before_daemon is None:
             self.daemon.start()
             self.kubelet.start()
         else:
             self.kubelet.start()
-            time.sleep(daemon_late_by)  # this is what is tried, nothing is waited for
+            before_daemon()
             self.daemon.start()
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tests.e2e.steps import JSON
-from tests.world.processes import PATIENCE, wait_until
+from tests.world.processes import LONG_PATIENCE, wait_until
 
 IMAGE = "localhost/realkubelet/busybox:1"  # static; for the pods and for the pause container
 
@@ -65,7 +65,7 @@ def manifest(
 class Pod:
     """A pod on some kind of node, which says in a subclass where the pod's object and log are."""
 
-    patience: ClassVar[float] = PATIENCE  # seconds until what a test waits for will not happen
+    patience: ClassVar[float] = LONG_PATIENCE  # seconds after which what is awaited will not happen
 
     def __init__(self, name: str, uid: str) -> None:
         self.name = name

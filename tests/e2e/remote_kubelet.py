@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from tests.world.processes import PATIENCE, wait_until
+from tests.world.processes import LONG_PATIENCE, wait_until
 
 
 class RemoteKubelet:
     """Its commands go through a FIFO, its events come in a file; both are in one directory."""
 
-    def __init__(self, directory: Path, patience: float = PATIENCE) -> None:
+    def __init__(self, directory: Path, patience: float = LONG_PATIENCE) -> None:
         """Make the FIFO. patience: seconds within which an awaited event must come."""
         self._commands = directory / "commands"
         self._events = directory / "events"
@@ -33,8 +34,14 @@ class RemoteKubelet:
         return f"{kubelet} <>{directory}/commands >>{directory}/events"
 
     def tell(self, line: str) -> None:
-        with self._commands.open("w") as commands:
-            commands.write(line + "\n")
+        def opened() -> int | None:
+            with contextlib.suppress(OSError):  # ENXIO: no kubelet reads it yet
+                return os.open(self._commands, os.O_WRONLY | os.O_NONBLOCK)
+            return None
+
+        commands = wait_until(opened, "a kubelet that takes commands", self._patience)
+        os.write(commands, f"{line}\n".encode())
+        os.close(commands)
 
     def events(self, kind: str, since: float = 0.0, **wanted: Any) -> list[dict[str, Any]]:
         """Return the events of a kind since a moment of CLOCK_MONOTONIC, with these values."""

@@ -28,6 +28,11 @@ PAGES = ("/dev/hugepages", "/dev/hugepages-1G")
 class CdiHost(Site):
     """A host of podman's, without a kubelet."""
 
+    def power_on(self) -> None:
+        super().power_on()
+        # podman keeps the locks of all containers in a file there.
+        self.machine.mount("-t", "tmpfs", "tmpfs", "/dev/shm")
+
     def start(self) -> None:
         super().start()
         archive = self.machine.scratch / "podman.tar"

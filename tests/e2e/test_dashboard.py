@@ -9,7 +9,6 @@ import http.server
 import itertools
 import json
 import re
-import socket
 import subprocess
 import tempfile
 import threading
@@ -121,15 +120,19 @@ class Prometheus(NamedTuple):
 def serving(home: Path, config: object, end: float) -> Iterator[Prometheus]:
     """Run Prometheus with this configuration on the data below `home`."""
     (home / "prometheus.yml").write_text(json.dumps(config))
-    # A free port: with port 0 it would not tell which one it has.
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     command = ["prometheus", f"--config.file={home}/prometheus.yml"]
     command += [f"--storage.tsdb.path={home}/data", "--storage.tsdb.retention.time=10y"]
-    command.append(f"--web.listen-address={address}")
+    command.append("--web.listen-address=127.0.0.1:0")
 
-    with (home / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
+    log = home / "log"
+    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
+
+        def listens() -> re.Match[str] | None:
+            assert process.poll() is None, log.read_text()
+            return re.search(r'"Listening on".* address=(\S+)\n', log.read_text())
+
         try:
+            address = wait_until(listens, "the port of Prometheus")[1]
             server = Prometheus(f"http://{address}/api/v1", end)
             wait_until(server.is_ready, "Prometheus to be ready")
             yield server

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.builds import CACHE, VERSIONS
+from tests.e2e.builds import VERSIONS
 from tests.e2e.node import NodePod
 from tests.e2e.watchednode import HOLD, ONE, WatchedNode, holding
 from tests.world.node import SimulatedNode
@@ -74,18 +74,24 @@ def wait_pages(pod: NodePod, starts: int = 1) -> list[str]:
 def reserved(count: int) -> Iterator[None]:
     """Let the kernel have pages of 2 MiB; one test run at a time, as they belong to all."""
     setting = Path("/proc/sys/vm/nr_hugepages")
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "hugepages.lock").open("w") as lock:
+    before = Path("/run/ttdp-e2e-hugepages")  # how many there were; a killed test run leaves it
+    with Path("/run/ttdp-e2e-hugepages.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = setting.read_text()
-        setting.write_text(str(int(before) + count))
+        if before.exists():
+            setting.write_text(before.read_text())
+        else:
+            before.write_text(setting.read_text())
+        usual = int(before.read_text())
+
+        setting.write_text(str(usual + count))
         try:
-            found = int(setting.read_text()) - int(before)
+            found = int(setting.read_text()) - usual
             if found < count:
                 pytest.skip(f"NOT RUN: the kernel has memory for {found} hugepages only")
             yield
         finally:
-            setting.write_text(before)
+            setting.write_text(str(usual))
+            before.unlink()
 
 
 @pytest.fixture(scope="module")

@@ -50,17 +50,21 @@ rename = "%s"
 def test_labels_of_a_node_are_valid(host: Site, name: str) -> None:
     """nfd-worker, as installed, makes a label of each line; all are valid and of our domain."""
     directory = host.machine.path(DIRECTORY)
+    file = directory / "tt-device-plugin"
     for card in ("n300", "n300", "p300c"):
         host.cards.add(card)
     host.start_daemon(f'labels_dir = "{DIRECTORY}"\n{SHARED % name}')
-    wait_until((directory / "tt-device-plugin").exists, "the feature file")
+    # It is written again when the last chip was read, which is where a board's number is from.
+    wait_until(
+        lambda: file.exists() and f"{DOMAIN}/p300.boards=1\n" in file.read_text(), "all labels"
+    )
 
     labels = labels_by_nfd(directory, "-label-sources=local")
     assert {f"{DOMAIN}/arch.wormhole", f"{DOMAIN}/arch.blackhole"} <= labels.keys()
     assert labels[f"{DOMAIN}/p300.count"] == "2" and len(labels) > 15
     assert judged(labels) == ""
 
-    lines = (directory / "tt-device-plugin").read_text().splitlines()
+    lines = file.read_text().splitlines()
     assert [line for line in lines if line[0] != "#"] == [*map("=".join, labels.items())]
 
     # Beside the labels of its other sources.

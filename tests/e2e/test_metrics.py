@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,8 +39,14 @@ def host(running_site: Site) -> Iterator[Site]:
 
 
 def scrape(host: Site) -> str:
-    """Return what Prometheus would get."""
-    with host.machine.connect(PORT) as connection:
+    """Return what Prometheus would get; wait until node_exporter listens, for the first time."""
+
+    def connected() -> socket.socket | None:
+        with contextlib.suppress(ConnectionRefusedError):
+            return host.machine.connect(PORT)
+        return None
+
+    with wait_until(connected, "node_exporter") as connection:
         connection.sendall(b"GET /metrics HTTP/1.0\r\nHost: node\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.decode().partition("\r\n\r\n")
@@ -61,11 +69,18 @@ def test_node_exporter_shows_the_whole_file(host: Site) -> None:
     wanted.add("node_textfile_scrape_error 0")
     wait_until(lambda: wanted <= {*scrape(host).splitlines()}, f"a scrape with {wanted}")
 
-    shown = scrape(host)
-    lines = host.machine.path(FILE).read_text().splitlines()
-    found = names(line for line in shown.splitlines() if line.startswith("tt_"))
-    assert found == names(line for line in lines if line[0] != "#")
-    assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in shown
+    def shown_and_written() -> tuple[set[str], set[str]]:
+        lines = host.machine.path(FILE).read_text().splitlines()
+        shown = names(line for line in scrape(host).splitlines() if line.startswith("tt_"))
+        return shown, names(line for line in lines if line[0] != "#")
+
+    # The daemon can write another metric between the two.
+    def is_whole() -> bool:
+        shown, written = shown_and_written()
+        return shown == written
+
+    wait_until(is_whole, lambda: f"{shown_and_written()} to be the same")
+    assert f'node_textfile_mtime_seconds{{file="{FILE}"}}' in scrape(host)
 
 
 N300, P150 = "n300", "p150"

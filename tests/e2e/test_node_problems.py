@@ -100,7 +100,7 @@ class ProblemHost(Container):
 
     def wait_for(self, is_so: Callable[[], object], what: str) -> None:
         journal = ("journalctl", "--no-pager", "--lines=40", "--unit=npd", f"--unit={UNIT}")
-        wait_until(is_so, lambda: f"{what}\n{self.condition}\n{self(*journal)}", 60)
+        wait_until(is_so, lambda: f"{what}\n{self.condition}\n{self(*journal)}")
 
 
 @pytest.fixture(scope="module")

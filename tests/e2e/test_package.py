@@ -48,12 +48,11 @@ WRITTEN = (
 )
 BAD = 'log_level = "loud"\n'
 MANUAL = (DEB / "tt-device-plugin.8").read_text()
-# Seconds within which even a busy machine does things without delay. `make bench` measures them.
-AT_ONCE = 5.0
+ROW = "/run/tt-device-plugin/starts"  # begins with the number of starts in a row, see back-off
 GET = """
 import urllib.request
 try:
-    metrics = urllib.request.urlopen("http://127.0.0.1:7762/metrics", timeout=5)
+    metrics = urllib.request.urlopen("http://127.0.0.1:7762/metrics")
     print(*[line for line in metrics if line.startswith(b"tt_plugin_info{")])
 except OSError as error:
     print(error)
@@ -282,49 +281,53 @@ def test_an_invalid_configuration(host: Host, told: Told) -> None:
 
 @pytest.mark.usefixtures("running")
 def test_a_daemon_that_is_killed(host: Host, told: Told) -> None:
-    """It is registered again at once."""
+    """It is registered again, and its start is not delayed."""
+    host.systemctl("restart", UNIT)  # the first start of a row
+    host.status_becomes("registered with kubelet")
     since = time.monotonic()
     host.systemctl("kill", "--signal=KILL", UNIT)
 
     killed = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - since
-    assert killed < AT_ONCE
+    assert int(host("cat", ROW).split()[0]) <= 2, "the third start in a row is delayed"
+    assert host.property("RestartUSec") == "100ms"
     told(f"registered {ms(killed)} after kill -9")
 
 
 @pytest.mark.usefixtures("running")
 def test_a_daemon_that_hangs(host: Host, told: Told) -> None:
-    """The watchdog restarts it, and it only: 20 s by the package's unit, here 5 s."""
+    """The watchdog restarts it after 20 s, and does not restart one that works."""
     assert host.property("WatchdogUSec") == "20s"
-    with host.drop_in(f"{UNIT}.service", "[Service]\nWatchdogSec=5s\n"):
-        host.systemctl("restart", UNIT)
-        host.status_becomes("registered with kubelet")
-        later = host.moment("ActiveEnter") + 6
-        wait_until(lambda: host.moment("Watchdog") > later, "notifications of the watchdog")
-        assert host.property("NRestarts") == "0", "a working daemon was restarted"
-
-        since = time.monotonic()
-        host.systemctl("kill", "--signal=STOP", UNIT)
-        stopped = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - since
-        assert host.property("NRestarts") == "1"
-        journal = ("journalctl", "--unit", UNIT, "--no-pager", "--output=cat")
-        assert "Watchdog timeout" in host(*journal)
-
     host.systemctl("restart", UNIT)
-    told(f"with WatchdogSec=5s registered {stopped:.1f} s after a stop")
+    host.status_becomes("registered with kubelet")
+    later = host.moment("ActiveEnter") + 21
+    wait_until(lambda: host.moment("Watchdog") > later, "notifications of the watchdog")
+    assert host.property("NRestarts") == "0", "a working daemon was restarted"
+
+    since = time.monotonic()
+    host.systemctl("kill", "--signal=STOP", UNIT)
+    stopped = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - since
+    assert host.property("NRestarts") == "1"
+    journal = ("journalctl", "--unit", UNIT, "--no-pager", "--output=cat")
+    assert "Watchdog timeout" in host(*journal)
+    told(f"registered {stopped:.1f} s after a stop")
+
+
+STARTS = "/run/starts"  # each start's number in its row
 
 
 def failing(pause: str = "100ms") -> str:
     """Return a drop-in with a daemon that ends with status 1, 73, 74 or 75 at each start."""
     ready = "socket.socket(1, 2).sendto(b'READY=1', os.environ['NOTIFY_SOCKET'])"
-    row = "int(open('/run/tt-device-plugin/starts').read().split()[0])"
+    row = f"int(open('{ROW}').read().split()[0])"
     code = f"import socket, os; {ready}; exit((1, 73, 74, 75)[{row} %% 4])"
     start = f'ExecStart=/usr/bin/python3 -c "{code}"'
-    return f"[Service]\nExecStart=\n{start}\nRestartSec={pause}\n"
+    number = f"ExecStartPre=+/bin/sh -c \"cut -d' ' -f1 {ROW} >>{STARTS}\""
+    return f"[Service]\n{number}\nExecStart=\n{start}\nRestartSec={pause}\n"
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
-    """It is restarted at growing intervals, whatever its status; a start by hand is immediate."""
+    """It is restarted at growing intervals, whatever its status; a start by hand is the first."""
 
     def starts() -> list[float]:
         lines = host("journalctl", "--unit", UNIT, "--output=short-monotonic", "--no-pager")
@@ -335,10 +338,9 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
         """Stop the service in this state, and start it."""
         host.becomes("SubState", state)
         host.systemctl("stop", UNIT)
-        before = time.monotonic()
+        host("rm", STARTS)
         host.systemctl("start", UNIT)
-        assert time.monotonic() - before < AT_ONCE
-        assert int(host("cat", "/run/tt-device-plugin/starts").split()[0]) <= 2
+        assert host("cat", STARTS).split()[0] == "1"
 
     host.systemctl("stop", UNIT)
     began = time.monotonic()
@@ -347,26 +349,26 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
             host.systemctl("start", UNIT, check=False)
             wait_until(lambda: len(starts()) >= 5, "five starts")
             pauses = [after - before for before, after in itertools.pairwise(starts())]
-            assert pauses[0] < AT_ONCE and 1 < pauses[1] < pauses[2] < pauses[3], pauses
+            assert host("cat", STARTS).split()[:5] == ["1", "2", "3", "4", "5"]
+            assert pauses[1] > 1 and pauses[2] > 2 and pauses[3] > 4, pauses
 
             start_by_hand("start-pre")  # while the back-off script pauses
         with host.drop_in(f"{UNIT}.service", failing("10min")):
             host.systemctl("restart", UNIT, check=False)
             start_by_hand("auto-restart")  # while systemd does
     finally:
-        host.shell(f"systemctl stop {UNIT}; systemctl start {UNIT}")
-    told(f"starts after {', '.join(f'{pause:.1f}' for pause in pauses)} s; by hand at once")
+        host.shell(f"rm -f {STARTS}; systemctl stop {UNIT}; systemctl start {UNIT}")
+    told(f"starts after {', '.join(f'{pause:.1f}' for pause in pauses)} s")
 
 
 @pytest.mark.usefixtures("running")
 def test_a_back_off_that_cannot_run_prevents_no_start(host: Host) -> None:
     """As in a full /run: it only delays."""
-    row = "/run/tt-device-plugin/starts"
-    host.shell(f"rm -f {row} && mkdir {row}")
+    host.shell(f"rm -f {ROW} && mkdir {ROW}")
 
     host.systemctl("restart", UNIT)
     assert host.property("ActiveState") == "active"
-    host.shell(f"rmdir {row}")
+    host.shell(f"rmdir {ROW}")
 
 
 @pytest.mark.usefixtures("installed")
@@ -396,7 +398,11 @@ def test_the_socket_for_metrics(host: Host) -> None:
         wait_until(
             lambda: states() == [service, of_socket], lambda: f"{states()}\n{host(*journal)}"
         )
-        assert answers() == (of_socket == "active")
+        # On a busy machine the daemon can end a connection before the text is complete.
+        if of_socket == "active":
+            wait_until(answers, "metrics")
+        else:
+            assert not answers()
 
     try:
         assert not answers()
@@ -479,7 +485,7 @@ def test_boot_with_the_kubelet(host: Host, late: bool, told: Told) -> None:
     first = host.kubelet.event("list", since, resource=RESOURCE)
     began = host.kubelet.event("started", since)["at"]
     registered = host.kubelet.event("registered", since, resource=RESOURCE)["at"] - began
-    assert first["healthy"] == 4 and registered < AT_ONCE, first
+    assert first["healthy"] == 4, first
 
     assert admit_pod(host) == held
     early = host.moment("ExecMainStart", "kubelet") - host.moment("ActiveEnter")
@@ -504,7 +510,6 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
 
     ended = host.kubelet.event("ended", since, resource=RESOURCE)["at"]
     back = host.kubelet.event("list", ended, resource=RESOURCE, healthy=4)["at"]
-    assert back - host.moment("ActiveEnter") < AT_ONCE
     assert admit_pod(host) == held and not host.kubelet.events("violation", since)
     assert locks(host) == before and host.path(CONFIG).read_text() == CONFIGURATION
 

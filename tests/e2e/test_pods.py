@@ -156,7 +156,7 @@ def test_restarted_container_keeps_its_chip(node: Node) -> None:
 # --- Reboots --------------------------------------------------------------------------------------
 
 REBOOTS = int(os.environ.get("REBOOTS", "6"))  # of each kind; README.md's are 20
-LATE = 5.0  # seconds
+LATE = 5.0  # seconds, at least
 DEVICE_PODS = ((1, 1), (1, 1), (2, 2))  # chips and containers
 REFUSED = (
     "UnexpectedAdmissionError: Pod was rejected: Allocate failed due to "
@@ -179,17 +179,27 @@ def start_device_pods(node: Node) -> list[NodePod]:
 
 
 def reboot(version: str, late: float | None) -> list[Outcome]:
-    """Reboot a node REBOOTS times; return what became of its pods each time."""
+    """Reboot a node REBOOTS times; return what became of its pods each time.
+
+    late: how many seconds later than the kubelet the daemon starts; more if the kubelet, on a busy
+    machine, takes longer to decide on its pods.
+    """
     found: list[Outcome] = []
+    pods: list[NodePod] = []
+
+    def be_late() -> None:
+        time.sleep(late or 0.0)
+        for pod in pods:
+            pod.outcome()
+
     with Node(version, static_pods=False) as node:
         add(node, 6)
         node.start_daemon()
-        pods: list[NodePod] = []
         for _ in range(REBOOTS):
             pods = pods or start_device_pods(node)
             held = node.kubelet.assigned(N300)
 
-            node.reboot(daemon_late_by=late)
+            node.reboot(before_daemon=be_late if late else None)
             node.wait_complete()
 
             outcomes = [pod.outcome() for pod in pods]

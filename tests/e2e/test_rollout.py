@@ -76,7 +76,6 @@ def test_cloud_init_installs_it_at_the_first_boot(node: ManagedNode, publisher: 
     wait_until(
         lambda: re.search("status: (done|error)", node(*status, check=False)),
         lambda: f"the end of cloud-init\n{node('cat', '/var/log/cloud-init-output.log')}",
-        120,
     )
     assert node.version() == publisher.version, node("cat", "/var/log/cloud-init-output.log")
     assert node.is_active()

@@ -26,7 +26,7 @@ INTERVAL = 0.2  # seconds between two polls
 DOMAIN = "tenstorrent.com"
 P300 = f"{DOMAIN}/p300"
 ONE = {P300: 1}
-STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on
+STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on, unless a test says otherwise
 
 # Configurations, and their one resource.
 BOARDS, CARDS = 'unit = "board"\n', 'resource_naming = "card"\n'
@@ -62,11 +62,16 @@ while :; do sleep 3600 & wait; done
 
 
 def holding(
-    resources: Mapping[str, int], *, stubborn: bool = False, script: str = HOLD, **others: Any
+    resources: Mapping[str, int],
+    *,
+    stubborn: bool = False,
+    grace: int = STUBBORN,
+    script: str = HOLD,
+    **others: Any,
 ) -> JSON:
     """Return a pod's manifest. stubborn: it ignores SIGTERM; others: of pods.manifest()."""
     filled = script.replace("{term}", "''" if stubborn else "'exit 0'")
-    return manifest(resources, command=["sh", "-c", filled], grace=STUBBORN, **others)
+    return manifest(resources, command=["sh", "-c", filled], grace=grace, **others)
 
 
 def chips_of(entry: Entry) -> set[str]:

@@ -28,6 +28,7 @@ from tests.world.node import SimulatedNode
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATION = [sys.executable, "-m", "tests.world.simulation"]
 PATIENCE = 60.0  # seconds for what takes milliseconds, on a machine that has much else to do
+LONG_PATIENCE = 300.0  # for what takes seconds: a boot, or the start of a kubelet or a pod
 T = TypeVar("T")
 
 
@@ -49,7 +50,7 @@ async def until(condition: Callable[[], T | None], what: str = "the condition") 
 def wait_until(
     condition: Callable[[], T | None],
     what: str | Callable[[], str] = "the condition",
-    seconds: float = PATIENCE,
+    seconds: float = LONG_PATIENCE,
 ) -> T:
     """Do the same without a loop; `what` can be a function, for what is known at the end."""
     deadline = time.monotonic() + seconds
@@ -140,7 +141,7 @@ def finished(
     """Run a program to its end; `environ` is added to the present environment."""
     return subprocess.run(
         [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
-        stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60,
+        stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=LONG_PATIENCE,
     )  # fmt: skip
 
 
