@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import fcntl
 import json
 import multiprocessing
 import os
 import pty
 import re
+import signal
 import socket
 import struct
 import sys
@@ -176,9 +178,14 @@ def forked(
         process = _forks.Process(target=_be_the_program, args=arguments, daemon=True)
         process.start()
         process.join(4 * PATIENCE)
-        assert process.exitcode is not None, f"{words} does not end"
+        is_hung = process.exitcode is None
+        if is_hung and process.pid:
+            os.kill(process.pid, signal.SIGABRT)  # it shows where it is
+            process.join(PATIENCE)
 
-        return Answer(process.exitcode, *(Path(path).read_text() for path in outputs))
+        out, err = (Path(path).read_text() for path in outputs)
+        assert not is_hung and process.exitcode is not None, f"{words} does not end\n{out}\n{err}"
+        return Answer(process.exitcode, out, err)
 
 
 def _be_the_program(
@@ -186,6 +193,7 @@ def _be_the_program(
 ) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    faulthandler.enable(2)
 
     os.environ.clear()
     os.environ.update(environ)
