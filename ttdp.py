@@ -6280,6 +6280,7 @@ class KubeletSessions:
 # ==== POD RESOURCES: pods' names, on which nothing depends ========================================
 
 NAMES_TIMEOUT = 1.0  # seconds
+NAMES_PAUSES = (1.0, 300.0)  # seconds: the first pause until the same question, and the longest
 
 
 class PodResources:
@@ -6290,16 +6291,29 @@ class PodResources:
         self._apply = apply
         self._task: Task | None = None
         self._has_failed = False  # the last question; of failures in a row the first is logged
+        self._pods: set[str] = set()  # for whose names it was asked last
+        self._next_at = 0.0  # when it may be asked for them again
+        self._pause = 0.0
 
-    def ask(self, path: str, holds: Collection[HoldKey]) -> None:
-        """Ask the kubelet at this socket for pods' names, unless a question is under way."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask(path, holds))
+    def ask(self, path: str, holds: Collection[HoldKey], pods: set[str], now: float) -> None:
+        """Ask the kubelet at this socket for these pods' names, unless a question is under way.
 
-    async def _ask(self, path: str, holds: Collection[HoldKey]) -> None:
+        With each answer, the pause until the same question grows: some pods are never listed, such
+        as one of which only an init container has devices; and while a kubelet before 1.38 answers,
+        it can give one ID to two pods (kubernetes#137534). `holds`: the current ones.
+        """
+        if pods != self._pods:
+            self._pods, self._next_at, self._pause = pods, now, NAMES_PAUSES[0]
+        is_idle = self._task is None or self._task.done()
+        if is_idle and now >= self._next_at:
+            self._task = asyncio.create_task(self._ask(path, holds, now))
+
+    async def _ask(self, path: str, holds: Collection[HoldKey], now: float) -> None:
         try:
             self._apply(await list_pods(path), holds)
             self._has_failed = False
+            self._next_at = now + self._pause
+            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
                 log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
@@ -6879,7 +6893,7 @@ class Daemon:
         if can_write or now >= host.save_by:
             host.save_state()
         if is_round:
-            self._ask_for_names(decision)
+            self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
 
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
@@ -6935,12 +6949,12 @@ class Daemon:
                 problem = Reason(f"pods cannot get devices through {path}: {reason}")
         self.host.note_problem("CDI", problem)
 
-    def _ask_for_names(self, decision: Decision) -> None:
-        """Ask for the names of pods, if that of a hold's pod is not known."""
-        pods = {hold.pod for hold in decision.holds} - {""}
-        if pods - self.host.holds.names.keys():
+    def _ask_for_names(self, decision: Decision, now: float) -> None:
+        """Ask for the names of holds' pods that are not known."""
+        pods = {hold.pod for hold in decision.holds} - {""} - self.host.holds.names.keys()
+        if pods:
             holds = {hold.key for hold in decision.holds}
-            self._pod_resources.ask(self.host.settings.pod_resources_socket, holds)
+            self._pod_resources.ask(self.host.settings.pod_resources_socket, holds, pods, now)
 
     def _apply_names(self, names: PodNames, asked: Collection[HoldKey]) -> None:
         self.host.holds.apply_names(names, asked)

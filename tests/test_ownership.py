@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ttdp
+from generated.podresources_pb2 import ListPodResourcesResponse
 from tests.conftest import (
     WATCHDOG,
     StartDaemon,
@@ -294,6 +295,27 @@ async def test_polls_cost_the_kubelet_nothing(
     await polls(daemon, 8)
 
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)
+
+
+async def test_the_pause_until_the_same_question_for_names_grows(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some pods are never listed; and a question can make the kubelet give one ID to two pods."""
+    monkeypatch.setattr("ttdp.NAMES_PAUSES", (600.0, 600.0))
+    monkeypatch.setattr("tests.world.kubelet.listed_pods", lambda *_: ListPodResourcesResponse())
+    node.add("p150a")
+    node.add("p150a")
+    daemon = await start(**FAST)
+
+    await run_pod(kubelet, "train")
+    await kubelet.wait_for(lambda: kubelet.find("asked"))
+    await polls(daemon, 8)
+    assert len(kubelet.find("asked")) == 1
+
+    await run_pod(kubelet, "infer")
+    await kubelet.wait_for(lambda: len(kubelet.find("asked")) == 2)
+    await polls(daemon, 8)
+    assert len(kubelet.find("asked")) == 2
 
 
 @pytest.mark.parametrize(
