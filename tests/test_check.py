@@ -383,7 +383,8 @@ def test_a_node_without_driver_and_cards_is_not_a_failure(host: Host) -> None:
     ("version", "problem"),
     [
         ("1.34", "1.34: tt-umd of August 2026 and later needs 2.0 or later"),
-        ("2.5.0", "2.5.0 cannot report stopped firmware; update to 2.7 or later"),
+        ("2.0.0", "2.0.0 cannot report stopped firmware; update to 2.7 or later"),
+        ("2.6.9", "2.6.9 cannot report stopped firmware; update to 2.7 or later"),
     ],
 )
 def test_a_driver_that_is_too_old_is_named(short_tmp: Path, version: str, problem: str) -> None:

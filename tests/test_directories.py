@@ -946,6 +946,29 @@ async def test_a_start_removes_what_no_hold_names_but_no_directory_of_a_possible
     assert sorted(path.name for path in own.iterdir()) == PAGES
 
 
+@pytest.mark.parametrize(("seconds", "is_empty"), [(60.0, True), (-1.0, False)])
+async def test_a_start_waits_until_all_is_removed_but_not_for_long(
+    world: StartingWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    seconds: float, is_empty: bool,
+) -> None:  # fmt: skip
+    """The loop takes its turns meanwhile. What is left then is removed later; one line says so."""
+    monkeypatch.setattr(ttdp, "STEPS_TAKE", 0.0)  # so that each turn removes one file
+    monkeypatch.setattr(ttdp, "EMPTY_WITHIN", seconds)
+    former = world.directory("former")
+    train = entry(directory=world.directory("own"))
+    world.answer(train)
+    world.write(train)
+    world.look()
+    world.host.directories.put_right(world.current()[0])
+    fill(former.parent, former=5)
+
+    with half_a_minute_later():
+        await world.wait_until_free(train)
+
+    assert former.exists() is not is_empty
+    assert ("starts before all hugepages are free" in caplog.text) is not is_empty
+
+
 async def test_a_start_that_has_to_wait_again_finds_no_page_of_the_pod_for_which_it_waited(
     world: StartingWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
