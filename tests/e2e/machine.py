@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,7 +221,9 @@ class Scratch:
 
     def __init__(self) -> None:
         self._remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/var/tmp"))
+        # Without an underscore, as tempfile's names can have one: systemd-nspawn refuses that.
+        self.path = Path("/var/tmp", f"{PREFIX}{os.urandom(4).hex()}")
+        self.path.mkdir(mode=0o700)
         self._lock = (self.path / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
