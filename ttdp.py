@@ -2671,7 +2671,7 @@ class HoldBook:
         self._has_new_entries = False  # the states do not have those of the checkpoint yet
         self._checkpoint = Checkpoint()
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
-        # When the answers in the checkpoint were given, by pod, container and resource.
+        # When a container was given devices last, by pod, container and resource.
         self._given_at: dict[tuple[str, str, str], float] = {}
         # In the order in which they were answered or found.
         self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
@@ -2739,7 +2739,12 @@ class HoldBook:
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
 
-        self._given_at = {key[:3]: self._states[key].answered_at for key in present}
+        self._given_at = {}
+        for state in self._states.values():
+            container = state.hold.key[:3]
+            if state.hold.pod:
+                former = self._given_at.get(container, 0.0)
+                self._given_at[container] = max(former, state.answered_at)
 
         for key, state in self._states.items():
             if state.is_in_checkpoint and key not in present:
@@ -2833,7 +2838,7 @@ class HoldBook:
         return self.runs(state) and not self._is_replaced(state)
 
     def _is_replaced(self, state: HoldState) -> bool:
-        """Return whether the container of a hold that has left was given other devices since.
+        """Return whether the container of a hold was given other devices since.
 
         It runs on those then. The pod is a static one that has come back under its UID; or the
         kubelet has lost its checkpoint, and allocates again for a container that it starts again.

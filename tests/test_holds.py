@@ -175,7 +175,10 @@ def test_a_pod_that_gets_other_devices_for_a_container_keeps_those_of_the_other_
     world.write(again)
     world.make_cgroup(FIRST, "pause", "side")
 
-    assert world.look() >= {bdf(2), bdf(3)}
+    assert world.look() == {bdf(2), bdf(3)}
+
+    world.write()
+    assert world.look() == {bdf(2), bdf(3)}, "it has lost the checkpoint once more"
 
 
 def test_nothing_is_kept_of_a_pod_that_has_ended(world: BookWorld) -> None:

@@ -56,6 +56,7 @@ DOMAIN = CONFIGURATIONS[0].resource_domain
 @dataclass(eq=False)
 class Container:
     entry: Entry
+    name: str  # of the answer
     chips: frozenset[str]
     directory: Path
     state: str = "waits"  # "is created", "runs", "is over"
@@ -138,7 +139,7 @@ class Node:
 
         self.draw, self.home = draw, home
         self.story: list[str] = []
-        self.kubelet = draw.choice(["prompt", "prompt", "late", "stale", "lossy"])
+        self.kubelet = draw.choice(["prompt", "late", "stale", "lossy"])
         self.has_pause = draw.random() < 0.3
         self.twins = 0.0 if self.kubelet == "late" else draw.choice([0.0, 0.5, 3.0])
         self.times = draw.choice([[0.2, 5.0], [0.2, 5.0, 20.0], [20.0]])
@@ -154,9 +155,11 @@ class Node:
         self.unwritten_since: float | None = None
         # The writing before, and whose entries are in it: without the pod that was admitted last.
         self.older: tuple[bytes, list[Pod]] | None = None
+        self.manifest: tuple[str, int, list[str]] | None = None  # of the static pod
         self.listed: Listed | None = None  # the kubelet's answer, which is under way
         self.numbers = itertools.count()
         self.owners: dict[str, Pod] = {}  # by the name of an answer
+        self.answered: dict[str, float] = {}  # when, by that name
         self.write()
 
     def go_on(self) -> None:
@@ -203,7 +206,7 @@ class Node:
             yield lands, "an older writing lands", self.an_older_writing_lands
         yield 0.4, "the checkpoint is damaged", self.the_checkpoint_is_damaged
         if self.kubelet == "lossy":
-            yield 0.4, "the kubelet restarts without its checkpoint", self.forget_all
+            yield 1, "the kubelet restarts without its checkpoint", self.forget_all
 
         # Afterwards only what stands in the checkpoint is known.
         if self.unwritten_since is None:
@@ -221,11 +224,16 @@ class Node:
             yield 0.5, f"{pod}: its call ends with an error", pod.end_call
 
         if pod.busy:
-            yield 1, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
+            fails = 1 if pod in self.memory else 4
+            yield fails, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
         if pod.lives and pod in self.written:
             yield 1, f"{pod} is deleted", lambda: pod.become("is deleted")
             weight = 8 if pod.waits else 3
             yield weight, f"{pod} is deleted by force", lambda: pod.become("was deleted by force")
+
+        if self.kubelet == "lossy" and (free := self.ids_for_another_start(pod)):
+            again = f"{pod} is given devices again"
+            yield 9, again, lambda: self.a_pod_is_given_devices_again(pod, free)
 
         if self.can_call(pod):
             yield 0.5, f"{pod} is left alone", lambda: self.whoever_is_left_alone_may_start(pod)
@@ -434,10 +442,15 @@ class Node:
         number = next(self.numbers)
         # A kubelet that remembers the former one gives it the same devices, without an Allocate.
         is_gone = all(each.uid != STATIC for each in (*self.pods, *self.memory))
-        is_static = is_gone and draw.random() < 0.5
+        containers = draw.choice([["main"], ["prepare", "main"]])
+        wanted = (name, len(ids), containers)
+        is_static = is_gone and draw.random() < 0.5 and self.manifest in (None, wanted)
+        if is_static:
+            self.manifest = wanted  # its UID is a digest of that
+
         pod = Pod(STATIC if is_static else f"uid-{number}", number)
         try:
-            for container in draw.choice([["main"], ["prepare", "main"]]):
+            for container in containers:
                 own = ids[:1] if container == "prepare" and draw.random() < 0.5 else ids
                 pod.containers.append(self.allocate(pod, container, name, own))
         except ttdp.RequestError:
@@ -463,6 +476,28 @@ class Node:
         elif self.unwritten_since is None:
             self.unwritten_since = self.world.now
 
+    def ids_for_another_start(self, pod: Pod) -> list[str]:
+        """Return the free IDs for a pod that the kubelet has forgotten, and restarts."""
+        is_forgotten = pod.lives and pod.has_cgroup and pod not in self.memory
+        if not is_forgotten or pod.call or pod.busy or not pod.waiting:
+            return []
+        return self.free_ids().get(pod.waiting.entry.resource, [])
+
+    def a_pod_is_given_devices_again(self, pod: Pod, free: list[str]) -> None:
+        """A kubelet that has lost its checkpoint allocates anew before it starts a container."""
+        self.memory = self.remembered
+        try:
+            for number, each in enumerate(pod.containers):
+                if each.state == "waits":
+                    container, resource = each.entry.container, each.entry.resource
+                    ids = [self.draw.choice(free)]
+                    pod.containers[number] = self.allocate(pod, container, resource, ids)
+        except ttdp.RequestError:
+            return
+        pod.left_at = math.inf
+        self.memory.append(pod)
+        self.write()
+
     def allocate(self, pod: Pod, container: str, resource: str, ids: list[str]) -> Container:
         """Answer Allocate; raises RequestError."""
         world = self.world
@@ -471,7 +506,7 @@ class Node:
         ttdp.check_request(self.decision.resource(resource), [ids])
 
         hold = ttdp.Hold(resource, frozenset(ids), name=f"answer-{next(self.numbers)}")
-        self.owners[hold.name] = pod
+        self.owners[hold.name], self.answered[hold.name] = pod, world.now
 
         name = world.book.directory_for(hold, world.now) or hold.name
         hugetlbfs = ttdp.hugetlbfs_mounts(world.settings)
@@ -485,7 +520,7 @@ class Node:
         self.has_saved_answers = False
         pod.answered_at = world.now
         entry = Entry(pod.uid, container, resource, Held({-1: ids}, answer))
-        return Container(entry, hold.chips, Path(hold.directories[0]))
+        return Container(entry, hold.name, hold.chips, Path(hold.directories[0]))
 
     def the_sandbox_starts(self, pod: Pod) -> None:
         pod.has_cgroup = pod.had_cgroup = True
@@ -725,7 +760,10 @@ class Node:
                         assert each.shares(name, {ident})
 
     def nobody_who_is_gone_has_chips(self) -> None:
-        """Nor a pod that the kubelet does not have, and that does not run."""
+        """Nor a pod that the kubelet does not have, and that does not run.
+
+        Nor a container those that it had before it was given others.
+        """
         running = {
             (pod.uid, chip)
             for pod in self.pods
@@ -734,13 +772,16 @@ class Node:
             if pod.may_run
         }
         cgroups = {pod.uid for pod in self.pods if pod.has_cgroup}
+        valid = {each.name for pod in self.owners.values() for each in pod.containers}
 
         for hold in self.decision.holds:
             pod = self.owners[hold.name]
-            is_recent = self.world.now - pod.answered_at < WRITTEN_WITHIN
+            answered_at = min(pod.answered_at, self.answered[hold.name])
+            is_recent = self.world.now - answered_at < WRITTEN_WITHIN
             assert not hold.pod or pod.uid in cgroups or not pod.had_cgroup
             if hold.pod and self.unwritten_since is None and not is_recent:
-                assert pod in self.written or all((pod.uid, each) in running for each in hold.chips)
+                is_written = pod in self.written and hold.name in valid
+                assert is_written or all((pod.uid, each) in running for each in hold.chips)
 
     def no_pod_has_the_name_of_another_one(self) -> None:
         for uid, name in self.world.book.names.items():
