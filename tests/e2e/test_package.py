@@ -327,7 +327,7 @@ def failing(pause: str = "100ms") -> str:
 
 @pytest.mark.usefixtures("installed")
 def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
-    """It is restarted at growing intervals, whatever its status; a start by hand is the first."""
+    """It is restarted at growing intervals, whatever its status; a start by hand is not delayed."""
 
     def starts() -> list[float]:
         lines = host("journalctl", "--unit", UNIT, "--output=short-monotonic", "--no-pager")
@@ -340,7 +340,7 @@ def test_a_daemon_that_fails_repeatedly(host: Host, told: Told) -> None:
         host.systemctl("stop", UNIT)
         host("rm", STARTS)
         host.systemctl("start", UNIT)
-        assert host("cat", STARTS).split()[0] == "1"
+        assert int(host("cat", STARTS).split()[0]) <= 2, "the third start in a row is delayed"
 
     host.systemctl("stop", UNIT)
     began = time.monotonic()
