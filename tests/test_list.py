@@ -353,6 +353,7 @@ def test_a_card_of_a_generation_that_is_not_known_is_named_below_the_table(
     assert ttdp.status_line(decision, {}).endswith("0000:05:00.0 is not supported")
     logged = [line for _, line in ttdp.changes(None, decision)]
     assert sum(line.startswith("0000:05:00.0 is not supported: ") for line in logged) == 1
+    assert [*ttdp.changes(decision, decision)] == []
 
 
 # -- for programs ----------------------------------------------------------------------------------
