@@ -4,8 +4,9 @@ The moves are those of a kubelet, a runtime and an administrator. Checkpoint, cg
 directories are real files, the clock is the test's. Nothing depends on the machine's time.
 
 Assumed: the kubelet writes within 30 s, and creates a container within 120 s. Nobody deletes a pod
-whose entry was never written. A kubelet that has forgotten a pod does not start its containers.
-A pod that was refused did not have an ID of another one.
+whose entry was never written. A kubelet that has forgotten a pod allocates anew before it starts
+one of its containers. A pod that was refused did not have an ID of another one. A static pod that
+returns under its UID asks for the same devices.
 """
 
 from __future__ import annotations
