@@ -6186,9 +6186,12 @@ class KubeletSession:
             with log_and_continue(f"the server of {self.name}"):
                 await completed(stop(server, LAST_GRACE if self._is_exiting else None))
 
-            # A kubelet must have seen the end of its stream before the next Register.
+            # A kubelet must have seen the end of its stream before the next Register. Another one
+            # that comes meanwhile need not.
             if must_notice and not self._is_exiting:
-                await asyncio.sleep(STREAM_DELAY)
+                has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
+                if has_changed and endpoint.at_register.kubelet == self._seen.kubelet:
+                    await asyncio.sleep(STREAM_DELAY)
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
         """Register an endpoint, and follow the kubelet's stream to its end."""

@@ -207,6 +207,33 @@ async def test_thirty_restarts_leave_nothing_behind(
     await kubelet.stop()
 
 
+async def test_a_kubelet_that_dies_before_it_answers_delays_the_next_one_by_nothing(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the device list already; the next kubelet need not notice the end of its stream."""
+    monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
+    monkeypatch.setattr(ttdp, "STREAM_DELAY", 3600.0)
+    kubelet = kubelet_of(node, directory)
+    register = ttdp.register
+
+    async def without_answer(*arguments: str) -> str:
+        monkeypatch.setattr(ttdp, "register", register)
+        await register(*arguments)
+        await kubelet.registered(N150)
+        return "kubelet closed its socket before it answered Register"
+
+    monkeypatch.setattr(ttdp, "register", without_answer)
+    await start(interval=3600)
+    await kubelet.start()
+    await until(lambda: kubelet.find("list") and not plugin_sockets(directory))
+
+    await kubelet.kill()
+    await kubelet.start()
+
+    await kubelet.registered(N150)
+    await kubelet.stop()
+
+
 @pytest.mark.parametrize("does", ["replaces its socket", "deletes ours"])
 async def test_a_kubelet_that_comes_during_an_attempt_is_registered_with_once(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, does: str
