@@ -3722,7 +3722,7 @@ def _ids_by_rank(
 
         # Of a device, in the order of ranks; most have no special IDs.
         if not special.isdisjoint(available):
-            available.sort(key=lambda id: (id not in required, id in refused, id in forgotten))
+            available.sort(key=lambda it: (it not in required, it in refused, it in forgotten))
 
         for repeats, device_id in enumerate(available[:size]):
             is_optional = device_id not in required

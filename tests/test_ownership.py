@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 
 import ttdp
 from generated.podresources_pb2 import ListPodResourcesResponse
@@ -297,7 +299,27 @@ async def test_polls_cost_the_kubelet_nothing(
     assert (len(kubelet.find("asked")), len(kubelet.find("list"))) == (asked, lists)
 
 
-async def test_the_pause_until_the_same_question_for_names_grows(
+async def test_questions_for_the_same_names_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause doubles with each answer, up to five minutes; a failure does not count."""
+    asked: list[int] = []
+
+    async def list_pods(path: str) -> ttdp.PodNames:
+        asked.append(now)
+        if now < 2:
+            raise DecodeError
+        return {}
+
+    monkeypatch.setattr(ttdp, "list_pods", list_pods)
+    pod_resources = ttdp.PodResources(lambda *_: None)
+    for now in range(1200):
+        pod_resources.ask("", (), {"a pod"}, now)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    assert asked == [0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 813, 1113]
+
+
+async def test_a_pod_that_is_never_listed_is_not_asked_for_at_each_poll(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some pods are never listed; and a question can make the kubelet give one ID to two pods."""
