@@ -22,7 +22,7 @@ from tests.e2e.guestnode import (
     chip_of,
     device_numbers,
     is_own_file,
-    next_output,
+    next_attempts,
     swap,
     waits,
 )
@@ -83,7 +83,7 @@ def hand_over(node: GuestNode, last: list[GuestPod]) -> JSON:
     second.delete()
     second.wait_deleted()
     last.append(node.started("after-the-deletion", ALL, stubborn=True, grace=GRACE))
-    return {"waits": waits(), "opened": next_output(*last)}
+    return {"waits": waits(), "opened": next_attempts(*last)}
 
 
 def forced(node: GuestNode, last: list[GuestPod]) -> JSON:
@@ -112,7 +112,7 @@ def crash_loop(node: GuestNode, last: list[GuestPod]) -> JSON:
         pod.kill()
         pod.wait_running()
 
-    next_output(pod)
+    next_attempts(pod)
     [state] = pod.status["containerStatuses"]
     pod.delete()
     pod.wait_deleted()
@@ -124,7 +124,7 @@ def given(*pods: GuestPod) -> JSON:
     for pod in pods:
         pod.wait_running()
 
-    opened = next_output(*pods)
+    opened = next_attempts(*pods)
     own = {pod.name: is_own_file(pod.output()) for pod in pods}
     return {"own files": own, "opened": opened, "output": pods[-1].output()[:8]}
 
@@ -151,7 +151,7 @@ def both_killed(node: GuestNode, pods: list[GuestPod]) -> JSON:
     started = "systemctl show --value -p ActiveEnterTimestampMonotonic"
     ready, kubelet = (int(shell(f"{started} {unit}")) for unit in (UNIT, "kubelet"))
     return {
-        "opened": next_output(*pods),
+        "opened": next_attempts(*pods),
         "same": containers(pods) == before,
         "daemon before kubelet": round((kubelet - ready) / 1e6, 2),
     }
@@ -167,7 +167,7 @@ def reload(pods: Sequence[GuestPod]) -> JSON:
         ("installed again", "dpkg --install --force-unsafe-io /srv/package.deb"),
     ):
         status = shell(f"{command} >/dev/null 2>&1; echo $?")
-        found[name] = {"status": status, "opened": next_output(*pods)}
+        found[name] = {"status": status, "opened": next_attempts(*pods)}
     found["same"] = containers(pods) == before
     return found
 
@@ -202,7 +202,7 @@ def renumbered(pods: Sequence[GuestPod]) -> JSON:
         restarted = wait_for(partial(restarted_or_failed, pod), pod.why)
         seen: JSON = {"pod": pod.name, "restarted": restarted}
         if restarted == "running":
-            lines = next_output(pod)[pod.name]
+            lines = next_attempts(pod)[pod.name]
             seen |= {"lines": lines, "own file": is_own_file(pod.output())}
         found.append(seen)
     return {"numbers": device_numbers(), "pods": found}

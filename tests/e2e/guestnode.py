@@ -70,6 +70,7 @@ NETWORK = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "none"}]}
 
 # What containers run: they tell what they have been given, and open each device every second. What
 # goes wrong is told, too.
+ATTEMPTS = ("opened", "not opened")
 OPEN = """
 exec 2>&1
 trap {term} TERM
@@ -79,7 +80,7 @@ grep -E ' /dev/(hugepages|shm)' /proc/mounts
 for node in /dev/tenstorrent/*; do stat -c 'file %n %t:%T' $node; done
 {then}
 while :; do
-    for node in /dev/tenstorrent/*; do true <>$node && echo opened; done
+    for node in /dev/tenstorrent/*; do true <>$node && echo opened || echo not opened; done
     sleep 1
 done
 """
@@ -174,15 +175,20 @@ class GuestPod(Pod):
         return wait_for(written, lambda: f"{texts} of {self.why()}")
 
 
-def next_output(*pods: GuestPod, lines: int = 2) -> dict[str, list[str]]:
-    """Wait until each of these pods has written so many more lines; return those by name."""
+def next_attempts(*pods: GuestPod, attempts: int = 2) -> dict[str, list[str]]:
+    """Wait until each of these pods has opened devices so many times more, or has tried to.
+
+    Returns by name what they have written since the first of these attempts. What a container tells
+    at its start can come as late: the kubelet says that it runs before its first line is written.
+    """
     before = {pod: len(pod.output()) for pod in pods}
 
-    def written(pod: GuestPod) -> list[str] | None:
+    def tried(pod: GuestPod) -> list[str] | None:
         more = pod.output()[before[pod] :]
-        return more if len(more) >= lines else None
+        found = [index for index, line in enumerate(more) if line in ATTEMPTS]
+        return more[found[0] :] if len(found) >= attempts else None
 
-    return {pod.name: wait_for(partial(written, pod), pod.why) for pod in pods}
+    return {pod.name: wait_for(partial(tried, pod), pod.why) for pod in pods}
 
 
 class GuestNode:
