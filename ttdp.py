@@ -4144,12 +4144,12 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
         yield from _chip_changes(former, decision, bdf)
 
     before = _device_problems(former) if former else {}
-    for name, (problem, _) in _device_problems(decision).items():
-        if name not in before:
-            yield logging.WARNING, f"{name} {problem}"
-    for name, (_, recovery) in before.items():
-        if name not in _device_problems(decision):
-            yield logging.INFO, f"{name} {recovery}"
+    for name, (problem, reason) in _device_problems(decision).items():
+        problem_before, _ = before.get(name, ("", ""))
+        if problem and problem != problem_before:
+            yield logging.WARNING, f"{name} is {problem}: {reason}"
+        elif problem_before and not problem:
+            yield logging.INFO, f"{name} is {RECOVERIES[problem_before]}"
 
     excluded_before = former.offer.excluded if former else frozenset()
     for bdf in sorted(decision.offer.excluded - excluded_before):
@@ -4168,16 +4168,25 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
 UNSUPPORTED = "a Tenstorrent card of a generation that this program does not know"
 
 
+RECOVERIES = {"unhealthy": "complete", "withheld": "no longer withheld"}  # by the problem that ends
+
+
 def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the problems of devices, and the texts of their ends, by "RESOURCE ID"."""
-    found = {}
+    """Return each device's problem, apart from its chips' faults, and the reason, by "RESOURCE ID".
+
+    Both are empty if it has none. A device that is no longer listed has not recovered: it is not
+    in the result.
+    """
+    found: dict[str, tuple[str, str]] = {}
     for name, resource in decision.resources.items():
         for device in resource.unique_devices:
+            key = f"{name} {device.id}"
             if device.incomplete:
-                found[f"{name} {device.id}"] = (f"is unhealthy: {device.incomplete}", "is complete")
+                found[key] = ("unhealthy", device.incomplete)
             elif device.withheld:
-                problem = f"is withheld: {device.withheld}"
-                found[f"{name} {device.id}"] = (problem, "is no longer withheld")
+                found[key] = ("withheld", device.withheld)
+            else:
+                found.setdefault(key, ("", ""))  # a reserved device can have the ID of another one
     return found
 
 
