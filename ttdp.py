@@ -4340,7 +4340,7 @@ def summary(resource: Resource) -> str:
 class Phase(Enum):
     """How far the registration of a resource is."""
 
-    STARTING = "starting"
+    STARTING = "starting"  # the first attempt, or the next one, which follows a loss at once
     WAITING = "waiting"  # for a kubelet
     REGISTERED = "registered"
     FAILED = "failed"  # it is tried again
@@ -4350,7 +4350,7 @@ class Registration(NamedTuple):
     """The state of a resource's registration with the kubelet."""
 
     phase: Phase = Phase.STARTING
-    text: str = ""  # for status and log
+    text: str = "waiting for the kubelet's answer"  # for status and log
     successes: int = 0  # registrations since the daemon's start
 
 
@@ -4530,7 +4530,7 @@ def status_line(
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
 
-    parts += sorted(filter(None, texts))
+    parts += sorted(texts)
     parts += filter(None, [decision.observation.checkpoint_problem, *problems])
     return "; ".join(parts)
 
@@ -8725,8 +8725,7 @@ class Checks:
         for resource in self._view["resources"]:
             name, phase = resource["name"], resource["phase"]
             if is_kubelet_running and phase not in (None, Phase.REGISTERED.value):
-                reason = resource["state"] or "waiting for the kubelet's answer"
-                yield Finding("FAIL", name, f"not registered: {reason}")
+                yield Finding("FAIL", name, f"not registered: {resource['state']}")
             for device, reason in resource["incomplete"].items():
                 yield Finding("FAIL", name, f"{device}: {reason}")
 

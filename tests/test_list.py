@@ -679,6 +679,9 @@ def test_the_status_names_a_resource_that_is_not_registered() -> None:
     status = ttdp.status_line(decision, {N150: registered, P150: failed})
     assert status == f"{devices}; {P150} not welcome"
 
+    status = ttdp.status_line(decision, {N150: registered, P150: ttdp.Registration()})
+    assert status == f"{devices}; {P150} waiting for the kubelet's answer"
+
     status = ttdp.status_line(decision, {N150: registered, P150: registered})
     assert status == f"{devices}; registered with kubelet"
 
