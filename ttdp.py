@@ -5682,7 +5682,7 @@ class Allocator:
         chips = frozenset(chip.bdf for chip in decision.resource(name).chips(ids))
         call = host.holds.call(name, frozenset(ids), chips, monotonic())
 
-        last = ""
+        logged = ""
         has_freed = False
         with host.looking_often():
             while True:
@@ -5690,25 +5690,25 @@ class Allocator:
                 if host.holds.was_deleted(call, monotonic()):
                     raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
 
-                # Emptying directories takes time, in which another pod can begin to run: the start
-                # is allowed if none has.
                 others = host.holds.waits_for(call, decision.holds)
-                if not others and has_freed:
-                    break
-
-                if not others:
-                    await self._free_pages(call, decision)
-                    has_freed = True
-                elif monotonic() > deadline:
-                    raise RequestError(Status.UNAVAILABLE, _why_waiting(call, others, decision))
-                else:
-                    has_freed = False
-                    if (reason := _why_waiting(call, others, decision)) != last:
+                if others:
+                    reason = _why_waiting(call, others, decision)
+                    if monotonic() > deadline:
+                        raise RequestError(Status.UNAVAILABLE, reason)
+                    if reason != logged:
                         log.info("%s: container start waits: %s", name, reason)
-                        last = reason
+                        logged = reason
                     # The loop looks at pods. If that fails, nothing wakes this call, which must
                     # end at its deadline all the same.
                     await host.refreshed.wait(timeout=1.0)
+                    has_freed = False
+
+                elif has_freed:
+                    break
+                else:
+                    # And then look once more, as another pod can begin to run meanwhile.
+                    await self._free_pages(call, decision)
+                    has_freed = True
                 decision = self._decide()
 
         host.holds.allow(call, monotonic())
@@ -5718,7 +5718,8 @@ class Allocator:
     async def _free_pages(self, call: Call, decision: Decision) -> None:
         """Empty what former pods have left, so that a container finds the node's pages free.
 
-        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError.
+        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError,
+        OSError.
         """
         host = self._host
         try:
