@@ -5845,10 +5845,10 @@ class Seen(NamedTuple):
     own_socket: FileStamp | None = None  # the plugin's
 
 
-def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
+def why_lost(baseline: Seen, seen: Seen) -> Ended | None:
     """Return how a registration ends under the present conditions, None if it goes on.
 
-    `at_register` has the sockets as they were at Register, and the checkpoint as it was before the
+    `baseline` has the sockets as they were at Register, and the checkpoint as it was before the
     kubelet was sent the present list.
 
         kubelet.sock   own socket     checkpoint        the registration
@@ -5863,11 +5863,11 @@ def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
     """
     if seen.kubelet is None:
         return None
-    if seen.kubelet != at_register.kubelet:
+    if seen.kubelet != baseline.kubelet:
         return Phase.STARTING, "the kubelet has restarted; registering again"
-    if seen.own_socket is None or seen.own_socket != at_register.own_socket:
+    if seen.own_socket is None or seen.own_socket != baseline.own_socket:
         return Phase.STARTING, "the plugin's socket was deleted; registering again"
-    if seen.has_others_ids and seen.checkpoint != at_register.checkpoint:
+    if seen.has_others_ids and seen.checkpoint != baseline.checkpoint:
         reason = "another device plugin has registered this resource; stop that plugin"
         return Phase.FAILED, reason
     return None
@@ -5921,7 +5921,7 @@ class Endpoint(rpc.DevicePluginServicer):
         self.path = path
         self.stream = Stream()  # the kubelet's
         self.is_registered = False  # Register was answered
-        self.at_register = Seen()
+        self.baseline = Seen()  # see why_lost()
         self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._devices = devices
@@ -5934,9 +5934,9 @@ class Endpoint(rpc.DevicePluginServicer):
         # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
         # the place of the present one only if it was written after that was sent.
         if self.stream.sent is not self._devices.message:
-            self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
+            self.baseline = self.baseline._replace(checkpoint=seen.checkpoint)
 
-        ended = why_lost(self.at_register, seen)
+        ended = why_lost(self.baseline, seen)
         if ended and not self.lost.done():
             self.lost.set_result(ended)
 
@@ -6172,7 +6172,7 @@ class KubeletSession:
             # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
             self._seen = self._seen._replace(kubelet=file_stamp(self._kubelet_socket))
             own_socket = file_stamp(endpoint.path)
-            endpoint.at_register = self._seen._replace(own_socket=own_socket)
+            endpoint.baseline = self._seen._replace(own_socket=own_socket)
             self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
@@ -6189,19 +6189,24 @@ class KubeletSession:
             yield endpoint
         finally:
             self._endpoint = None
-            is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
-            must_notice = endpoint.stream.is_open and is_same_kubelet
+            is_streaming = endpoint.stream.is_open
 
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
                 await completed(stop(server, LAST_GRACE if self._is_exiting else None))
 
-            # A kubelet must have seen the end of its stream before the next Register. Another one
-            # that comes meanwhile need not.
-            if must_notice and not self._is_exiting:
-                has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
-                if has_changed and endpoint.at_register.kubelet == self._seen.kubelet:
-                    await asyncio.sleep(STREAM_DELAY)
+            if is_streaming and not self._is_exiting:
+                await self._have_end_noticed(endpoint.baseline.kubelet)
+
+    async def _have_end_noticed(self, kubelet: FileStamp | None) -> None:
+        """Wait until this kubelet has seen the end of its stream, as must be before a Register.
+
+        Another one, which has come already or comes meanwhile, has nothing to see.
+        """
+        if self._seen.kubelet == kubelet:
+            has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
+            if has_changed and self._seen.kubelet == kubelet:
+                await asyncio.sleep(STREAM_DELAY)
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
         """Register an endpoint, and follow the kubelet's stream to its end."""
