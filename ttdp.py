@@ -4269,7 +4269,7 @@ def missing_chips(decision: Decision) -> Iterator[str]:
 
 
 def driver_problem(decision: Decision) -> Reason | None:
-    """Return why cards on the bus are not devices."""
+    """Return how many functions on the bus have no driver, and why."""
     driver = decision.observation.driver
     unbound = []
     for bdf, chip in decision.chips.items():
@@ -4535,7 +4535,7 @@ def status_line(
     return "; ".join(parts)
 
 
-UNREADABLE_HOST = "node"  # subject of the problem that the last state is old
+UNREADABLE_HOST = "node"  # a subject of Service.problems: the host cannot be read at the moment
 
 
 class Service(NamedTuple):
@@ -4598,6 +4598,7 @@ def view_of_node(
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
             faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
+            # By the monotonic clock, which all processes of the host have in common.
             faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
 
     boards = defaultdict(list)
@@ -4904,7 +4905,7 @@ class OutputFile:
         try:
             self._replace(text)
             self._written = (text, file_stamp(self.path))
-        except FileNotFoundError:  # no reader, so no line in the log
+        except FileNotFoundError:  # no line in the log, as nothing reads files there
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
@@ -4962,7 +4963,7 @@ class OutputFiles:
     def keep(self, wanted: Mapping[str, str | None], unmanaged: Collection[str]) -> None:
         """Write these texts by path, None for no file, and remove the other files.
 
-        `unmanaged`: paths of files that are neither, as write() writes them.
+        `unmanaged`: paths that are left as they are, as write() writes these files.
         """
         for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
@@ -5085,8 +5086,10 @@ class ServiceManager:
 
     def notify(self, *states: str) -> None:
         """Send a message. If the manager's queue is full, it follows with the next one."""
+        if self._socket is None:
+            return
         self._unsent.append("\n".join(states))
-        while self._socket and self._unsent:
+        while self._unsent:
             try:
                 self._socket.send(self._unsent[0].encode())
             except BlockingIOError:
@@ -5094,7 +5097,6 @@ class ServiceManager:
             except OSError:  # the manager has gone
                 pass
             self._unsent.popleft()
-        self._unsent.clear()
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
@@ -5264,14 +5266,10 @@ class PluginDirectory:
             return
 
         try:
-            try:
-                self._create_and_lock()
-            except (FileNotFoundError, FileExistsError):
-                # In between it was deleted, as by `kubeadm reset`, or the kubelet has made it.
-                self._create_and_lock()
-        except FileNotFoundError:
+            self._create_and_lock()
+        except FileNotFoundError:  # it was deleted meanwhile; the next turn makes it again
             self.is_watched = False
-            return  # with its parent: the next turn looks again
+            return
         except OSError as error:
             why = error.strerror or str(error)
             if os.path.islink(self.path) and not exists(self.path):
@@ -5285,8 +5283,12 @@ class PluginDirectory:
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
         if not isdir(self.path):
-            os.mkdir(self.path)
-            os.chmod(self.path, 0o750)  # despite the umask
+            try:
+                os.mkdir(self.path)
+                os.chmod(self.path, 0o750)  # despite the umask
+            except FileExistsError:
+                if not isdir(self.path):
+                    raise  # the kubelet has not made it meanwhile
 
         status = os.stat(self.path)
         if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
@@ -5416,7 +5418,7 @@ class Broadcast:
 
 
 class Host:
-    """The one owner of settings, inventory and holds."""
+    """The one owner of settings, inventory and holds, and all else that loop and calls share."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         """Begin with the state that the last daemon has saved, if it is of this boot."""
@@ -5467,12 +5469,12 @@ class Host:
     def take_readings(self, now: float) -> None:
         """Record readings of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, state in self.readers.under_way(now).items():
-            chip = self.inventory.states[bdf]
-            if state is not ReadState.RUNNING:
-                chip.start_listing()  # READY does not wait for a chip whose reads are slow
-            if state is ReadState.BLOCKED:
-                chip.block()
+        for bdf, read in self.readers.under_way(now).items():
+            state = self.inventory.states[bdf]
+            if read is not ReadState.RUNNING:
+                state.start_listing()  # READY does not wait for a chip whose reads are slow
+            if read is ReadState.BLOCKED:
+                state.block()
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
@@ -5557,8 +5559,9 @@ class Allocator:
         host, now = self._host, monotonic()
         host.refresh_holds(now, look=look)
         decision = host.decide(now)
+        # For example, an ID that has gone with its hold leaves the list before the next request.
         if decision is not host.applied:
-            host.wake()  # an ID that has gone with its hold leaves the list before the next request
+            host.wake()
         return decision
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
@@ -5634,6 +5637,7 @@ class Allocator:
                 host.directories.make_for_locks(locks)
 
             if settings.has_private_hugepages:
+                # Another container of the pod, or of the shared device, can have one already.
                 name = host.holds.directory_for(hold, monotonic()) or hold.name
                 taken = {mount.container for mount in settings.mounts}
                 free = [each for each in hugetlbfs_mounts(settings) if each.container not in taken]
@@ -5650,7 +5654,7 @@ class Allocator:
         self,
         name: str,
         question: pb.ContainerPreferredAllocationRequest,
-        listed: DeviceIds = frozenset(),
+        listed: DeviceIds,
     ) -> list[str]:
         """Return the best IDs of a resource; raises RequestError, OSError.
 
@@ -6366,9 +6370,8 @@ async def list_pods(path: str) -> PodNames:
 class SharedText:
     """A text that is rendered once for simultaneous readers."""
 
-    # Seconds: more than twice READ_TIMEOUT, see Reporter._read_details(), and less than a
-    # connection has.
-    TIMEOUT = 4.5
+    # Seconds: Reporter._read_details() waits twice for reads. Less than a connection has.
+    TIMEOUT = 2 * READ_TIMEOUT + 0.5
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
         self._render = render
