@@ -4245,18 +4245,19 @@ def _introduction(chip: Chip) -> str:
 def missing_chips(decision: Decision) -> Iterator[str]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
 
-    An excluded chip is not missing. A chip whose board is not known counts for any board.
+    An excluded chip is not missing. A chip whose board is not known counts for any board, unless it
+    has left the bus, as those of a board that was moved to another slot.
     """
     whole: dict[str, int] = {}  # number of chips of the whole, by the name of a board or Galaxy
     found = defaultdict(list)  # addresses of the chips found, by that name
-    unknown = 0  # chips whose board is not known
+    unknown = 0  # chips on the bus whose board is not known
     for bdf, place in places(decision.chips.values()).items():
         if place.tray:
             name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
         elif place.board_id:
             name, size = f"the board with serial {place.board_id}", place.board_size
         else:
-            unknown += 1
+            unknown += decision.chips[bdf].function.on_bus
             continue
         whole[name] = size
         found[name].append(bdf)
