@@ -4861,9 +4861,9 @@ class TelemetryReaders:
         """Return whether every read has ended or is slow."""
         return ReadState.RUNNING not in self.under_way(now).values()
 
-    def has_unblocked(self, now: float) -> bool:
-        """Return whether a read is under way that does not count as blocked."""
-        return any(state is not ReadState.BLOCKED for state in self.under_way(now).values())
+    def is_over(self, now: float) -> bool:
+        """Return whether every read has ended or counts as blocked."""
+        return all(state is ReadState.BLOCKED for state in self.under_way(now).values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -6614,7 +6614,7 @@ class Reporter:
         Not only until it is slow: on a busy machine many are.
         """
         deadline = monotonic() + READ_TIMEOUT
-        while self._host.readers.has_unblocked(monotonic()) and monotonic() < deadline:
+        while not self._host.readers.is_over(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -7467,7 +7467,7 @@ async def look_once(settings: Settings) -> View:
     host.read_chips(is_poll=False, details=True)
 
     # Readings are collected all the while: a read is under way until then.
-    while host.readers.has_unblocked(monotonic()):
+    while not host.readers.is_over(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
     host.take_readings(monotonic())  # and mark chips whose reads are blocked
