@@ -5580,9 +5580,37 @@ class Allocator:
 
         `name`: of the resource. Raises RequestError, OSError.
         """
-        # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
-        # udev makes a little later than the device file; if it takes longer, the file itself is
-        # used. Anything can change meanwhile, also the settings.
+        resource, links = await self._find_links(name, containers)
+        settings = self._host.settings
+        answers: list[Edits] = []
+        for ids in containers:
+            if answers:  # kubelets name one container; others could name thousands
+                await asyncio.sleep(0)
+                resource, settings = self._decide().resource(name), self._host.settings
+                check_request(resource, [ids])
+
+            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
+            chips = resource.chips(ids)
+            hold = Hold(name, frozenset(ids), name=_new_name(chips))
+            mounts = self._mounts(hold, resource, settings)
+            edits = container_edits(chips, links, settings, mounts, hold.name)
+            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
+            answers.append(edits)
+
+        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
+        self._host.wake()
+        return answers
+
+    async def _find_links(
+        self, name: str, containers: Containers
+    ) -> tuple[Resource, dict[str, str]]:
+        """Check a request; return its resource and udev's links, by address of the chip.
+
+        The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
+        udev makes a little later than the device file. If it takes longer than LINK_TIMEOUT, the
+        file itself is used. Anything can change meanwhile, also the settings: all is checked again.
+        Raises RequestError, OSError.
+        """
         deadline = monotonic() + LINK_TIMEOUT
         decision = self._decide(look=True)
         while True:
@@ -5593,10 +5621,9 @@ class Allocator:
 
             resource = decision.resource(name)
             check_request(resource, containers)
-            chips = [resource.chips(ids) for ids in containers]
 
             links = {}
-            for chip in chain(*chips):
+            for chip in resource.chips(chain(*containers)):
                 # Looked at now: a uevent about the file may still be on the way.
                 if fault := file_fault_now(chip.function):
                     reason = f"device {chip.bdf}: device file is invalid: {fault}"
@@ -5606,27 +5633,9 @@ class Allocator:
 
             has_all_links = all(links.values()) or not expects_links(settings)
             if has_all_links or monotonic() >= deadline:
-                break
+                return resource, {bdf: link for bdf, link in links.items() if link}
             await asyncio.sleep(LINK_INTERVAL)
             decision = self._decide()
-
-        existing_links = {bdf: link for bdf, link in links.items() if link}
-        answers: list[Edits] = []
-        for ids, its_chips in zip(containers, chips, strict=True):
-            if answers:  # kubelets name one container; others could name thousands
-                await asyncio.sleep(0)
-                check_request(self._decide().resource(name), [ids])
-
-            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
-            hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
-            mounts = self._mounts(hold, resource, settings)
-            edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
-            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
-            answers.append(edits)
-
-        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
-        self._host.wake()
-        return answers
 
     def _mounts(self, hold: Hold, resource: Resource, settings: Settings) -> list[Mount]:
         """Return the mounts of a container, and make its directories; raises RequestError."""
