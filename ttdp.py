@@ -5346,7 +5346,15 @@ class PluginDirectory:
         return has_changed
 
     def _read(self) -> None:
-        """Note the events that wait, and wake the loop if it is concerned."""
+        """Note the events that wait, and wake the loop for those that need a turn.
+
+        file                     needs a turn             is a change (see _is_of_others())
+        -----------------------------------------------------------------------------------
+        ".NUMBER"                no: it will be renamed   no
+        the checkpoint           yes                      no
+        the daemon's sockets     unless it is new         no
+        others, the directory    yes                      yes
+        """
         if self._inotify is None:
             return
 
@@ -5359,10 +5367,8 @@ class PluginDirectory:
             events = events[end:]
             self._has_changed |= _is_of_others(name)
 
-            # The daemon's own new socket needs no turn, nor does a file that will be renamed: the
-            # kubelet writes its checkpoint as ".NUMBER" first.
-            is_own_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
-            needs_turn |= not is_own_socket and not name.startswith(".")
+            is_new_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
+            needs_turn |= not is_new_socket and not name.startswith(".")
         if needs_turn:
             self._wake()
 
