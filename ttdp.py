@@ -6349,18 +6349,19 @@ class PodResources:
             self._pods, self._next_at, self._pause = pods, now, NAMES_PAUSES[0]
         is_idle = self._task is None or self._task.done()
         if is_idle and now >= self._next_at:
-            self._task = asyncio.create_task(self._ask(path, holds, now))
+            self._next_at = now + self._pause
+            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
+            self._task = asyncio.create_task(self._ask(path, holds))
 
-    async def _ask(self, path: str, holds: Collection[HoldKey], now: float) -> None:
+    async def _ask(self, path: str, holds: Collection[HoldKey]) -> None:
         try:
             self._apply(await list_pods(path), holds)
             self._has_failed = False
-            self._next_at = now + self._pause
-            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
                 log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
             self._has_failed = True
+            self._pods = set()  # as if it had not been asked: the next question is a new one
 
 
 async def list_pods(path: str) -> PodNames:

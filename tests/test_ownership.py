@@ -319,6 +319,34 @@ async def test_questions_for_the_same_names_become_rarer(monkeypatch: pytest.Mon
     assert asked == [0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 813, 1113]
 
 
+async def test_a_late_answer_about_other_pods_makes_a_new_pod_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is admitted while the kubelet still answers the question before."""
+    monkeypatch.setattr(ttdp, "NAMES_PAUSES", (600.0, 600.0))
+    asked, may_answer = 0, asyncio.Event()
+
+    async def list_pods(path: str) -> ttdp.PodNames:
+        nonlocal asked
+        asked += 1
+        await may_answer.wait()
+        return {}
+
+    monkeypatch.setattr(ttdp, "list_pods", list_pods)
+    answered = asyncio.Event()
+    pod_resources = ttdp.PodResources(lambda *_: answered.set())
+    pod_resources.ask("", (), {"one"}, 0.0)
+    await asyncio.sleep(0)
+    pod_resources.ask("", (), {"one", "two"}, 5.0)
+    may_answer.set()
+    await answered.wait()
+    await asyncio.sleep(0)
+
+    pod_resources.ask("", (), {"one", "two"}, 10.0)
+    await asyncio.sleep(0)
+    assert asked == 2
+
+
 async def test_a_pod_that_is_never_listed_is_not_asked_for_at_each_poll(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
