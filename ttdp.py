@@ -4900,7 +4900,10 @@ class OutputFile:
             self.write(text)
 
     def write(self, text: str) -> None:
-        """Write the text; if that fails, remove a file with another text, and record why."""
+        """Write the text; if that fails, remove a file with another text, and record why.
+
+        A file that has the text already is as it should be.
+        """
         self._written = None
         problem = None
         try:
@@ -4910,9 +4913,10 @@ class OutputFile:
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            if not self._keep_outdated and not self._has(text):
-                problem = self._remove() or problem
+            if not self._has(text):
+                problem = f"cannot be written: {error.strerror}"
+                if not self._keep_outdated:
+                    problem = self._remove() or problem
 
         self._report(problem)
 
