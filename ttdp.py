@@ -4550,28 +4550,7 @@ class Service(NamedTuple):
     resisting: Mapping[str, Reason]  # why directories cannot be emptied, by path
 
 
-# The keys of a view, by which `ask` recognises one of this version.
-VIEW_KEYS = {
-    *NEEDS_RESTART,
-    *KEYS_OF_SERVICE,
-    "version",
-    "runtime_dir",
-    "unit",
-    "health",
-    "service",
-    "driver",
-    "driver_problem",
-    "unsupported",
-    "checkpoint_problem",
-    "unreadable",
-    "chips",
-    "faults",
-    "boards",
-    "unplaced",
-    "missing",
-    "resources",
-    "withheld",
-}
+PROGRAM = "tt-device-plugin"  # by which `ask` recognises a view
 
 
 def view_of_node(
@@ -4633,6 +4612,7 @@ def view_of_node(
         del of_service["registrations"]  # they are in the rows of resources
 
     return {
+        "program": PROGRAM,
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
         "runtime_dir": settings.runtime_dir,
@@ -7445,8 +7425,8 @@ def ask(path: str) -> View | ServiceProblem:
         view: View = json.loads(content)
 
         version = view["version"]
-        is_complete = version != __version__ or view.keys() >= VIEW_KEYS
-        if not isinstance(version, str) or not is_complete:
+        is_ours = version != __version__ or view["program"] == PROGRAM
+        if not isinstance(version, str) or not is_ours:
             raise ValueError
 
     # A daemon that was killed leaves its socket, which refuses connections.

@@ -844,11 +844,6 @@ async def test_a_view_that_is_not_ready_in_time_is_a_problem_of_the_service(
     assert ("FAIL", "service", text) in answer.complaints
 
 
-def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
-    """Else no daemon would be asked."""
-    assert view_of(decide([])).keys() == ttdp.VIEW_KEYS
-
-
 def test_a_service_that_says_nothing_is_a_problem(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
