@@ -5377,13 +5377,11 @@ def holder_of_lock(inode: int) -> str:
 # ==== HOST: observes this machine, and decides ====================================================
 
 
-async def wait_for_event(event: asyncio.Event, timeout: float | None) -> bool:
+async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
     """Wait for an event, at most some seconds; return whether it has happened.
 
     asyncio.wait_for() can lose a cancellation up to Python 3.11.
     """
-    if timeout is None:
-        return await event.wait()
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({waiting}, timeout=timeout)
@@ -5398,9 +5396,9 @@ class Broadcast:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    async def wait(self, timeout: float | None = None) -> None:
-        """Wait for the next wake_all(), at most some seconds."""
-        await wait_for_event(self._event, timeout)
+    async def wait(self) -> None:
+        """Wait for the next wake_all()."""
+        await self._event.wait()
 
     def wake_all(self) -> None:
         # Those that wait from now on wait for the next one.
@@ -5423,8 +5421,6 @@ class Host:
         self.directories = Directories(settings, monotonic())
         self.readers = TelemetryReaders(wake)
 
-        self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end
-        self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # of the host, by subject
@@ -5437,16 +5433,6 @@ class Host:
 
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
-
-    @contextmanager
-    def looking_often(self) -> Iterator[None]:
-        """Have the loop look often at pods, as a container waits for the end of one."""
-        self.waiting_starts += 1
-        self.wake()
-        try:
-            yield
-        finally:
-            self.waiting_starts -= 1
 
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
@@ -5470,8 +5456,6 @@ class Host:
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
         """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
         self.holds.refresh(now, self.settings.resource_domain, look=look)
-        if look:
-            self.refreshed.wake_all()
 
     def decide(self, now: float) -> Decision:
         """Return the desired state, the same object until something changes."""
@@ -5688,32 +5672,30 @@ class Allocator:
 
         logged = ""
         has_freed = False
-        with host.looking_often():
-            while True:
-                # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
-                if host.holds.was_deleted(call, monotonic()):
-                    raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
+        while True:
+            # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
+            if host.holds.was_deleted(call, monotonic()):
+                raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
 
-                others = host.holds.waits_for(call, decision.holds)
-                if others:
-                    reason = _why_waiting(call, others, decision)
-                    if monotonic() > deadline:
-                        raise RequestError(Status.UNAVAILABLE, reason)
-                    if reason != logged:
-                        log.info("%s: container start waits: %s", name, reason)
-                        logged = reason
-                    # The loop looks at pods. If that fails, nothing wakes this call, which must
-                    # end at its deadline all the same.
-                    await host.refreshed.wait(timeout=1.0)
-                    has_freed = False
+            others = host.holds.waits_for(call, decision.holds)
+            if others:
+                reason = _why_waiting(call, others, decision)
+                if monotonic() > deadline:
+                    raise RequestError(Status.UNAVAILABLE, reason)
+                if reason != logged:
+                    log.info("%s: container start waits: %s", name, reason)
+                    logged = reason
+                await asyncio.sleep(START_INTERVAL)
+                decision = self._decide(look=True)
+                has_freed = False
 
-                elif has_freed:
-                    break
-                else:
-                    # And then look once more, as another pod can begin to run meanwhile.
-                    await self._free_pages(call, decision)
-                    has_freed = True
+            elif has_freed:
+                break
+            else:
+                # And then check once more, as another pod can begin to run meanwhile.
+                await self._free_pages(call, decision)
                 decision = self._decide()
+                has_freed = True
 
         host.holds.allow(call, monotonic())
         host.save_state()
@@ -6483,7 +6465,7 @@ class MetricsServer:
 #     in a round        everything that sends no event: pods' cgroups, files for others, names of
 #                       pods; at each poll, and at least every ROUND seconds
 #     while a pod       pods' cgroups, every START_INTERVAL seconds
-#     waits or starts
+#     starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -6782,7 +6764,7 @@ class Daemon:
             due.append(now + START_TICK)
         if self._must_scan:
             due.append(host.scanned_at + DEBOUNCE)
-        if host.waiting_starts or host.holds.is_awaiting_containers:
+        if host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
         if host.applied and host.applied.depends_on_holds:
             due.append(self._looked_at + HELD_INTERVAL)
@@ -6874,7 +6856,7 @@ class Daemon:
         self._must_scan |= host.readers.take_skipped()
         host.inventory.date_faults(seconds_since_boot())
 
-        is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
+        is_starting = host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
             self._looked_at = now
             host.refresh_holds(now, look=True)
