@@ -5377,35 +5377,6 @@ def holder_of_lock(inode: int) -> str:
 # ==== HOST: observes this machine, and decides ====================================================
 
 
-async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
-    """Wait for an event, at most some seconds; return whether it has happened.
-
-    asyncio.wait_for() can lose a cancellation up to Python 3.11.
-    """
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=timeout)
-    finally:
-        waiting.cancel()
-    return event.is_set()
-
-
-class Broadcast:
-    """Wakes all tasks that wait at the moment."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Wait for the next wake_all()."""
-        await self._event.wait()
-
-    def wake_all(self) -> None:
-        # Those that wait from now on wait for the next one.
-        self._event.set()
-        self._event = asyncio.Event()
-
-
 class Host:
     """The one owner of settings, inventory and holds, and all else that loop and calls share."""
 
@@ -5865,23 +5836,22 @@ class AdvertisedList:
     def __init__(self) -> None:
         self.message = DeviceList()
         self.ids: DeviceIds = frozenset()  # that were ever in it
-        self._changed = Broadcast()
+        self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
 
     def update(self, message: DeviceList) -> None:
         """Send a list to all streams, unless it is the same as before."""
         if message is not self.message and message != self.message:
             self.message = message
             self.ids = self.ids.union(device.ID for device in message.devices)
-            self._changed.wake_all()
+            self._outdated.set()
+            self._outdated = asyncio.Event()
 
     async def messages(self) -> AsyncIterator[DeviceList]:
         """Yield the list, and each changed one."""
-        sent = None
         while True:
-            while self.message is sent:
-                await self._changed.wait()
-            sent = self.message
-            yield sent
+            outdated = self._outdated
+            yield self.message
+            await outdated.wait()
 
 
 class Stream:
@@ -6015,6 +5985,19 @@ async def stop(server: grpc.aio.Server, grace: float | None) -> None:
     await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
     if stopping.done():
         stopping.result()
+
+
+async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event, at most some seconds; return whether it has happened.
+
+    asyncio.wait_for() can lose a cancellation up to Python 3.11.
+    """
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=timeout)
+    finally:
+        waiting.cancel()
+    return event.is_set()
 
 
 async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
