@@ -4194,13 +4194,11 @@ def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogL
     """Yield log lines about a chip, unless it is out of service."""
     chip = decision.chips[bdf]
     before = former.chips.get(bdf) if former else None
-    if former and chip == before and is_logged(former, bdf) == is_logged(decision, bdf):
-        return
 
     # Of a chip that is not a device, only an invalid device file is a reason for a line.
     if not is_logged(decision, bdf):
-        is_new = before is None or not before.function.file_fault
-        if chip.function.file_fault and is_new and not decision.is_out_of_service(bdf):
+        was_invalid = former is not None and _has_invalid_file(former, bdf)
+        if _has_invalid_file(decision, bdf) and not was_invalid:
             yield logging.WARNING, f"{chip.display_name} is not advertised: {chip.reason}"
         return
 
@@ -4232,6 +4230,13 @@ def is_logged(decision: Decision, bdf: str) -> bool:
     """Return whether the log has a chip's faults: it is a device, or waits for its board."""
     is_listed = decision.chips[bdf].is_listed or bdf in decision.devices
     return is_listed and not decision.is_out_of_service(bdf)
+
+
+def _has_invalid_file(decision: Decision, bdf: str) -> bool:
+    """Return whether a chip that is in service has an invalid device file."""
+    chip = decision.chips.get(bdf)
+    has_fault = chip is not None and chip.function.file_fault is not None
+    return has_fault and not decision.is_out_of_service(bdf)
 
 
 def _introduction(chip: Chip) -> str:

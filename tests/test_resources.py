@@ -140,17 +140,19 @@ def test_a_board_that_is_withheld_once_it_is_complete_is_one_line_of_the_log() -
 
 
 def test_a_chip_whose_device_file_was_never_valid_is_a_line_of_the_log() -> None:
-    """It is no device. Another reason for that is no other line."""
-    decisions = []
+    """It is no device. Another reason for that is no other line, unlike its return to service."""
+    invalid = []
     for why in ("does not exist", "is a link to nothing"):
         function = chip(1).function._replace(file_fault=f"/dev/tenstorrent/0 {why}")
-        decisions.append(decide([chip(1)._replace(function=function, is_listed=False)]))
-    found, later = decisions
+        invalid.append(chip(1)._replace(function=function, is_listed=False))
+    found, later = (decide([each]) for each in invalid)
+    excluded = decide(invalid[:1], Settings(exclude=(bdf(1),)))
 
     assert not found.resources
     (line,) = log_lines(None, found)
     assert line.startswith(f"{bdf(1)} (n150) is not advertised: device file is invalid: /dev/")
     assert log_lines(found, later) == []
+    assert line not in log_lines(None, excluded) and line in log_lines(excluded, found)
 
 
 @pytest.mark.parametrize(
