@@ -4143,6 +4143,7 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
     for bdf in decision.chips:
         yield from _chip_changes(former, decision, bdf)
 
+    # A device that is no longer listed has no line: it has not recovered.
     before = _device_problems(former) if former else {}
     for name, (problem, reason) in _device_problems(decision).items():
         problem_before, _ = before.get(name, ("", ""))
@@ -4174,8 +4175,7 @@ RECOVERIES = {"unhealthy": "complete", "withheld": "no longer withheld"}  # by t
 def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
     """Return each device's problem, apart from its chips' faults, and the reason, by "RESOURCE ID".
 
-    Both are empty if it has none. A device that is no longer listed has not recovered: it is not
-    in the result.
+    Both are empty if it has none.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, resource in decision.resources.items():
