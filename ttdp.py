@@ -4136,107 +4136,119 @@ def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
 # ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================
 
 LogLines = Iterator[tuple[int, str]]  # with levels
-
-
-def changes(former: Decision | None, decision: Decision) -> LogLines:
-    """Yield log lines about all changes; without a former decision, about everything."""
-    for bdf in decision.chips:
-        yield from _chip_changes(former, decision, bdf)
-
-    # A device that is no longer listed has no line: it has not recovered.
-    before = _device_problems(former) if former else {}
-    for name, (problem, reason) in _device_problems(decision).items():
-        problem_before, _ = before.get(name, ("", ""))
-        if problem and problem != problem_before:
-            yield logging.WARNING, f"{name} is {problem}: {reason}"
-        elif problem_before and not problem:
-            yield logging.INFO, f"{name} is {RECOVERIES[problem_before]}"
-
-    excluded_before = former.offer.excluded if former else frozenset()
-    for bdf in sorted(decision.offer.excluded - excluded_before):
-        yield logging.INFO, f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
-    for bdf in sorted(excluded_before - decision.offer.excluded):
-        yield logging.INFO, f"{bdf} is no longer excluded"
-
-    for message in decision.offer.without_effect:
-        if former is None or message not in former.offer.without_effect:
-            yield logging.INFO, message
-    for bdf in decision.observation.unsupported:
-        if former is None or bdf not in former.observation.unsupported:
-            yield logging.WARNING, f"{bdf} is not supported: {UNSUPPORTED}"
-
-
 UNSUPPORTED = "a Tenstorrent card of a generation that this program does not know"
 
 
-RECOVERIES = {"unhealthy": "complete", "withheld": "no longer withheld"}  # by the problem that ends
+class Condition(NamedTuple):
+    """Something that lasts. The log reports that it begins, changes its kind, and ends.
 
-
-def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return each device's problem, apart from its chips' faults, and the reason, by "RESOURCE ID".
-
-    Both are empty if it has none.
+    New numbers in its text are not reported.
     """
-    found: dict[str, tuple[str, str]] = {}
+
+    level: int
+    begin: str  # text for the log, without the subject
+    end: str = ""  # likewise; empty: not reported
+    kind: str = ""
+    detail: str = ""  # another one is reported, too, unless it is empty
+
+    def is_news_after(self, last: Condition) -> bool:
+        return self.kind != last.kind or self.detail not in ("", last.detail)
+
+
+Conditions = dict[str, Condition]  # of one subject, by what they are
+Subject = tuple[str, Conditions]  # with how its lines begin
+
+
+def changes(former: Decision | None, decision: Decision) -> LogLines:
+    """Yield log lines about all changes; without a former decision, about everything.
+
+    If a subject has gone, such as a chip that is excluded, the end of its conditions is unknown.
+    """
+    before = _subjects(former) if former else {}
+    for key, (name, conditions) in _subjects(decision).items():
+        _, last = before.get(key, ("", {}))
+        for what, condition in conditions.items():
+            if what not in last or condition.is_news_after(last[what]):
+                yield condition.level, f"{name}{condition.begin}"
+        for what, condition in last.items():
+            if condition.end and what not in conditions:
+                yield logging.INFO, f"{name}{condition.end}"
+
+
+def _subjects(decision: Decision) -> dict[str, Subject]:
+    """Return the chips, the devices and the node, with all their conditions."""
+    found: dict[str, Subject] = {}
+    for bdf, chip in decision.chips.items():
+        if is_logged(decision, bdf):
+            found[bdf] = (f"{chip.display_name}: ", _conditions_of_chip(chip))
+        elif chip.function.file_fault and not decision.is_out_of_service(bdf):
+            text = f"is not advertised: {chip.reason}"
+            conditions = {"file": Condition(logging.WARNING, text)}
+            found[f"{bdf}, not listed"] = (f"{chip.display_name} ", conditions)
+
     for name, resource in decision.resources.items():
         for device in resource.unique_devices:
             key = f"{name} {device.id}"
-            if device.incomplete:
-                found[key] = ("unhealthy", device.incomplete)
-            elif device.withheld:
-                found[key] = ("withheld", device.withheld)
-            else:
-                found.setdefault(key, ("", ""))  # a reserved device can have the ID of another one
+            # A reserved device, which has no conditions, can have the ID of another one.
+            _, conditions = found.setdefault(key, (f"{key} is ", {}))
+            conditions |= _conditions_of_device(device)
+    found["node"] = ("", _conditions_of_node(decision))
     return found
 
 
-def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogLines:
-    """Yield log lines about a chip, unless it is out of service."""
-    chip = decision.chips[bdf]
-    before = former.chips.get(bdf) if former else None
+def _conditions_of_chip(chip: Chip) -> Conditions:
+    """Return the conditions of a chip of which the log has the faults."""
+    found = {}
+    if chip.is_present:
+        introduction = _introduction(chip)
+        found["found"] = Condition(logging.INFO, f"found {introduction}", kind=introduction)
 
-    # Of a chip that is not a device, only an invalid device file is a reason for a line.
-    if not is_logged(decision, bdf):
-        was_invalid = former is not None and _has_invalid_file(former, bdf)
-        if _has_invalid_file(decision, bdf) and not was_invalid:
-            yield logging.WARNING, f"{chip.display_name} is not advertised: {chip.reason}"
-        return
+    if chip.fault:
+        found["fault"] = Condition(
+            logging.WARNING,
+            f"unhealthy: {chip.reason}",
+            "healthy again",
+            kind=chip.fault.kind.value,
+            # If the driver is unloaded, the kind of an absent chip's fault stays, but the command
+            # that helps is another one.
+            detail="" if chip.is_present else str(chip.reason),
+        )
+    if chip.is_throttling:
+        begin = "throttling: it has reached its temperature limit"
+        found["throttling"] = Condition(logging.INFO, begin, "no longer throttling")
+    return found
 
-    # For the log, a chip that it has not had so far is a new one.
-    if former and before and not is_logged(former, bdf):
-        before = None
 
-    introduction = _introduction(chip)
-    if chip.is_present and (before is None or introduction != _introduction(before)):
-        yield logging.INFO, f"{chip.display_name}: found {introduction}"
+def _conditions_of_device(device: Device) -> Conditions:
+    """Return why a device is unhealthy although its chips may be healthy."""
+    if device.incomplete:
+        text = f"unhealthy: {device.incomplete}"
+        return {"problem": Condition(logging.WARNING, text, "complete", "incomplete")}
+    if device.withheld:
+        text = f"withheld: {device.withheld}"
+        return {"problem": Condition(logging.WARNING, text, "no longer withheld", "withheld")}
+    return {}
 
-    # If the driver is unloaded, the kind of an absent chip's fault stays, but its command changes.
-    fault_before = before.fault if before else None
-    kind_before = fault_before.kind if fault_before else None
-    has_new_command = before is not None and chip.reason != before.reason and not chip.is_present
-    if chip.fault and (chip.fault.kind != kind_before or has_new_command):
-        yield logging.WARNING, f"{chip.display_name}: unhealthy: {chip.reason}"
-    if fault_before and not chip.fault:
-        yield logging.INFO, f"{chip.display_name}: healthy again"
 
-    was_throttling = before is not None and before.is_throttling
-    if chip.is_throttling and not was_throttling:
-        yield logging.INFO, f"{chip.display_name}: throttling: it has reached its temperature limit"
-    if was_throttling and not chip.is_throttling:
-        yield logging.INFO, f"{chip.display_name}: no longer throttling"
+def _conditions_of_node(decision: Decision) -> Conditions:
+    """Return the conditions of chips and settings that are not those of devices."""
+    found = {}
+    for bdf in sorted(decision.offer.excluded):
+        begin = f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
+        end = f"{bdf} is no longer excluded"
+        found[f"{bdf} is excluded"] = Condition(logging.INFO, begin, end)
+    for text in decision.offer.without_effect:
+        found[text] = Condition(logging.INFO, text)
+    for bdf in decision.observation.unsupported:
+        text = f"{bdf} is not supported: {UNSUPPORTED}"
+        found[text] = Condition(logging.WARNING, text)
+    return found
 
 
 def is_logged(decision: Decision, bdf: str) -> bool:
     """Return whether the log has a chip's faults: it is a device, or waits for its board."""
     is_listed = decision.chips[bdf].is_listed or bdf in decision.devices
     return is_listed and not decision.is_out_of_service(bdf)
-
-
-def _has_invalid_file(decision: Decision, bdf: str) -> bool:
-    """Return whether a chip that is in service has an invalid device file."""
-    chip = decision.chips.get(bdf)
-    has_fault = chip is not None and chip.function.file_fault is not None
-    return has_fault and not decision.is_out_of_service(bdf)
 
 
 def _introduction(chip: Chip) -> str:
