@@ -5442,7 +5442,10 @@ class Host:
                 state.block()
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
-        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
+        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted.
+
+        Raises OSError.
+        """
         self.holds.refresh(now, self.settings.resource_domain, look=look)
 
     def decide(self, now: float) -> Decision:
