@@ -4136,87 +4136,113 @@ def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
 # ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================
 
 LogLines = Iterator[tuple[int, str]]  # with levels
-
-
-def changes(former: Decision | None, decision: Decision) -> LogLines:
-    """Yield log lines about all changes; without a former decision, about everything."""
-    for bdf in decision.chips:
-        yield from _chip_changes(former, decision, bdf)
-
-    before = _device_problems(former) if former else {}
-    for name, (problem, _) in _device_problems(decision).items():
-        if name not in before:
-            yield logging.WARNING, f"{name} {problem}"
-    for name, (_, recovery) in before.items():
-        if name not in _device_problems(decision):
-            yield logging.INFO, f"{name} {recovery}"
-
-    excluded_before = former.offer.excluded if former else frozenset()
-    for bdf in sorted(decision.offer.excluded - excluded_before):
-        yield logging.INFO, f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
-    for bdf in sorted(excluded_before - decision.offer.excluded):
-        yield logging.INFO, f"{bdf} is no longer excluded"
-
-    for message in decision.offer.without_effect:
-        if former is None or message not in former.offer.without_effect:
-            yield logging.INFO, message
-    for bdf in decision.observation.unsupported:
-        if former is None or bdf not in former.observation.unsupported:
-            yield logging.WARNING, f"{bdf} is not supported: {UNSUPPORTED}"
-
-
 UNSUPPORTED = "a Tenstorrent card of a generation that this program does not know"
 
 
-def _device_problems(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the problems of devices, and the texts of their ends, by "RESOURCE ID"."""
-    found = {}
+class Condition(NamedTuple):
+    """Something that lasts. The log reports that it begins, changes its kind, and ends.
+
+    New numbers in its text are not reported.
+    """
+
+    level: int
+    begin: str  # text for the log, without the subject
+    end: str = ""  # likewise; empty: not reported
+    kind: str = ""
+    detail: str = ""  # another one is reported, too, unless it is empty
+
+    def is_news_after(self, last: Condition) -> bool:
+        return self.kind != last.kind or self.detail not in ("", last.detail)
+
+
+Conditions = dict[str, Condition]  # of one subject, by what they are
+Subject = tuple[str, Conditions]  # with how its lines begin
+
+
+def changes(former: Decision | None, decision: Decision) -> LogLines:
+    """Yield log lines about all changes; without a former decision, about everything.
+
+    If a subject has gone, such as a chip that is excluded, the end of its conditions is unknown.
+    """
+    before = _subjects(former) if former else {}
+    for key, (name, conditions) in _subjects(decision).items():
+        _, last = before.get(key, ("", {}))
+        for what, condition in conditions.items():
+            if what not in last or condition.is_news_after(last[what]):
+                yield condition.level, f"{name}{condition.begin}"
+        for what, condition in last.items():
+            if condition.end and what not in conditions:
+                yield logging.INFO, f"{name}{condition.end}"
+
+
+def _subjects(decision: Decision) -> dict[str, Subject]:
+    """Return the chips, the devices and the node, with all their conditions."""
+    found: dict[str, Subject] = {}
+    for bdf, chip in decision.chips.items():
+        if is_logged(decision, bdf):
+            found[bdf] = (f"{chip.display_name}: ", _conditions_of_chip(chip))
+        elif chip.function.file_fault and not decision.is_out_of_service(bdf):
+            text = f"is not advertised: {chip.reason}"
+            conditions = {"file": Condition(logging.WARNING, text)}
+            found[f"{bdf}, not listed"] = (f"{chip.display_name} ", conditions)
+
     for name, resource in decision.resources.items():
         for device in resource.unique_devices:
-            if device.incomplete:
-                found[f"{name} {device.id}"] = (f"is unhealthy: {device.incomplete}", "is complete")
-            elif device.withheld:
-                problem = f"is withheld: {device.withheld}"
-                found[f"{name} {device.id}"] = (problem, "is no longer withheld")
+            key = f"{name} {device.id}"
+            # A reserved device, which has no conditions, can have the ID of another one.
+            _, conditions = found.setdefault(key, (f"{key} is ", {}))
+            conditions |= _conditions_of_device(device)
+    found["node"] = ("", _conditions_of_node(decision))
     return found
 
 
-def _chip_changes(former: Decision | None, decision: Decision, bdf: str) -> LogLines:
-    """Yield log lines about a chip, unless it is out of service."""
-    chip = decision.chips[bdf]
-    before = former.chips.get(bdf) if former else None
-    if former and chip == before and is_logged(former, bdf) == is_logged(decision, bdf):
-        return
+def _conditions_of_chip(chip: Chip) -> Conditions:
+    """Return the conditions of a chip of which the log has the faults."""
+    found = {}
+    if chip.is_present:
+        introduction = _introduction(chip)
+        found["found"] = Condition(logging.INFO, f"found {introduction}", kind=introduction)
 
-    # Of a chip that is not a device, only an invalid device file is a reason for a line.
-    if not is_logged(decision, bdf):
-        is_new = before is None or not before.function.file_fault
-        if chip.function.file_fault and is_new and not decision.is_out_of_service(bdf):
-            yield logging.WARNING, f"{chip.display_name} is not advertised: {chip.reason}"
-        return
+    if chip.fault:
+        found["fault"] = Condition(
+            logging.WARNING,
+            f"unhealthy: {chip.reason}",
+            "healthy again",
+            kind=chip.fault.kind.value,
+            # If the driver is unloaded, the kind of an absent chip's fault stays, but the command
+            # that helps is another one.
+            detail="" if chip.is_present else str(chip.reason),
+        )
+    if chip.is_throttling:
+        begin = "throttling: it has reached its temperature limit"
+        found["throttling"] = Condition(logging.INFO, begin, "no longer throttling")
+    return found
 
-    # For the log, a chip that it has not had so far is a new one.
-    if former and before and not is_logged(former, bdf):
-        before = None
 
-    introduction = _introduction(chip)
-    if chip.is_present and (before is None or introduction != _introduction(before)):
-        yield logging.INFO, f"{chip.display_name}: found {introduction}"
+def _conditions_of_device(device: Device) -> Conditions:
+    """Return why a device is unhealthy although its chips may be healthy."""
+    if device.incomplete:
+        text = f"unhealthy: {device.incomplete}"
+        return {"problem": Condition(logging.WARNING, text, "complete", "incomplete")}
+    if device.withheld:
+        text = f"withheld: {device.withheld}"
+        return {"problem": Condition(logging.WARNING, text, "no longer withheld", "withheld")}
+    return {}
 
-    # If the driver is unloaded, the kind of an absent chip's fault stays, but its command changes.
-    fault_before = before.fault if before else None
-    kind_before = fault_before.kind if fault_before else None
-    has_new_command = before is not None and chip.reason != before.reason and not chip.is_present
-    if chip.fault and (chip.fault.kind != kind_before or has_new_command):
-        yield logging.WARNING, f"{chip.display_name}: unhealthy: {chip.reason}"
-    if fault_before and not chip.fault:
-        yield logging.INFO, f"{chip.display_name}: healthy again"
 
-    was_throttling = before is not None and before.is_throttling
-    if chip.is_throttling and not was_throttling:
-        yield logging.INFO, f"{chip.display_name}: throttling: it has reached its temperature limit"
-    if was_throttling and not chip.is_throttling:
-        yield logging.INFO, f"{chip.display_name}: no longer throttling"
+def _conditions_of_node(decision: Decision) -> Conditions:
+    """Return the conditions of chips and settings that are not those of devices."""
+    found = {}
+    for bdf in sorted(decision.offer.excluded):
+        begin = f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
+        end = f"{bdf} is no longer excluded"
+        found[f"{bdf} is excluded"] = Condition(logging.INFO, begin, end)
+    for text in decision.offer.without_effect:
+        found[text] = Condition(logging.INFO, text)
+    for bdf in decision.observation.unsupported:
+        text = f"{bdf} is not supported: {UNSUPPORTED}"
+        found[text] = Condition(logging.WARNING, text)
+    return found
 
 
 def is_logged(decision: Decision, bdf: str) -> bool:
@@ -4236,18 +4262,19 @@ def _introduction(chip: Chip) -> str:
 def missing_chips(decision: Decision) -> Iterator[str]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
 
-    An excluded chip is not missing. A chip whose board is not known counts for any board.
+    An excluded chip is not missing. A chip whose board is not known counts for any board, unless it
+    has left the bus, as those of a board that was moved to another slot.
     """
     whole: dict[str, int] = {}  # number of chips of the whole, by the name of a board or Galaxy
     found = defaultdict(list)  # addresses of the chips found, by that name
-    unknown = 0  # chips whose board is not known
+    unknown = 0  # chips on the bus whose board is not known
     for bdf, place in places(decision.chips.values()).items():
         if place.tray:
             name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
         elif place.board_id:
             name, size = f"the board with serial {place.board_id}", place.board_size
         else:
-            unknown += 1
+            unknown += decision.chips[bdf].function.on_bus
             continue
         whole[name] = size
         found[name].append(bdf)
@@ -4260,7 +4287,7 @@ def missing_chips(decision: Decision) -> Iterator[str]:
 
 
 def driver_problem(decision: Decision) -> Reason | None:
-    """Return why cards on the bus are not devices."""
+    """Return how many functions on the bus have no driver, and why."""
     driver = decision.observation.driver
     unbound = []
     for bdf, chip in decision.chips.items():
@@ -4331,7 +4358,7 @@ def summary(resource: Resource) -> str:
 class Phase(Enum):
     """How far the registration of a resource is."""
 
-    STARTING = "starting"
+    STARTING = "starting"  # the first attempt, or the next one, which follows a loss at once
     WAITING = "waiting"  # for a kubelet
     REGISTERED = "registered"
     FAILED = "failed"  # it is tried again
@@ -4341,7 +4368,7 @@ class Registration(NamedTuple):
     """The state of a resource's registration with the kubelet."""
 
     phase: Phase = Phase.STARTING
-    text: str = ""  # for status and log
+    text: str = "waiting for the kubelet's answer"  # for status and log
     successes: int = 0  # registrations since the daemon's start
 
 
@@ -4521,12 +4548,12 @@ def status_line(
             if registration.phase is not Phase.REGISTERED:
                 texts.add(f"{name} {registration.text}")
 
-    parts += sorted(filter(None, texts))
+    parts += sorted(texts)
     parts += filter(None, [decision.observation.checkpoint_problem, *problems])
     return "; ".join(parts)
 
 
-UNREADABLE_HOST = "node"  # subject of the problem that the last state is old
+UNREADABLE_HOST = "node"  # a subject of Service.problems: the host cannot be read at the moment
 
 
 class Service(NamedTuple):
@@ -4540,28 +4567,7 @@ class Service(NamedTuple):
     resisting: Mapping[str, Reason]  # why directories cannot be emptied, by path
 
 
-# The keys of a view, by which `ask` recognises one of this version.
-VIEW_KEYS = {
-    *NEEDS_RESTART,
-    *KEYS_OF_SERVICE,
-    "version",
-    "runtime_dir",
-    "unit",
-    "health",
-    "service",
-    "driver",
-    "driver_problem",
-    "unsupported",
-    "checkpoint_problem",
-    "unreadable",
-    "chips",
-    "faults",
-    "boards",
-    "unplaced",
-    "missing",
-    "resources",
-    "withheld",
-}
+PROGRAM = "tt-device-plugin"  # by which `ask` recognises a view
 
 
 def view_of_node(
@@ -4589,6 +4595,7 @@ def view_of_node(
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
             faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
+            # By the monotonic clock, which all processes of the host have in common.
             faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
 
     boards = defaultdict(list)
@@ -4622,6 +4629,7 @@ def view_of_node(
         del of_service["registrations"]  # they are in the rows of resources
 
     return {
+        "program": PROGRAM,
         "version": __version__,
         **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
         "runtime_dir": settings.runtime_dir,
@@ -4850,9 +4858,9 @@ class TelemetryReaders:
         """Return whether every read has ended or is slow."""
         return ReadState.RUNNING not in self.under_way(now).values()
 
-    def has_unblocked(self, now: float) -> bool:
-        """Return whether a read is under way that does not count as blocked."""
-        return any(state is not ReadState.BLOCKED for state in self.under_way(now).values())
+    def is_over(self, now: float) -> bool:
+        """Return whether every read has ended or counts as blocked."""
+        return all(state is ReadState.BLOCKED for state in self.under_way(now).values())
 
 
 # ==== FILES: for others, and to survive a restart =================================================
@@ -4889,19 +4897,23 @@ class OutputFile:
             self.write(text)
 
     def write(self, text: str) -> None:
-        """Write the text; if that fails, remove a file with another text, and record why."""
+        """Write the text; if that fails, remove a file with another text, and record why.
+
+        A file that has the text already is as it should be.
+        """
         self._written = None
         problem = None
         try:
             self._replace(text)
             self._written = (text, file_stamp(self.path))
-        except FileNotFoundError:  # no reader, so no line in the log
+        except FileNotFoundError:  # no line in the log, as nothing reads files there
             self.problem = f"{dirname(self.path)} does not exist"
             return
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            if not self._keep_outdated and not self._has(text):
-                problem = self._remove() or problem
+            if not self._has(text):
+                problem = f"cannot be written: {error.strerror}"
+                if not self._keep_outdated:
+                    problem = self._remove() or problem
 
         self._report(problem)
 
@@ -4953,7 +4965,7 @@ class OutputFiles:
     def keep(self, wanted: Mapping[str, str | None], unmanaged: Collection[str]) -> None:
         """Write these texts by path, None for no file, and remove the other files.
 
-        `unmanaged`: paths of files that are neither, as write() writes them.
+        `unmanaged`: paths that are left as they are, as write() writes these files.
         """
         for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
             file = self.by_path.setdefault(path, OutputFile(path))
@@ -5076,8 +5088,10 @@ class ServiceManager:
 
     def notify(self, *states: str) -> None:
         """Send a message. If the manager's queue is full, it follows with the next one."""
+        if self._socket is None:
+            return
         self._unsent.append("\n".join(states))
-        while self._socket and self._unsent:
+        while self._unsent:
             try:
                 self._socket.send(self._unsent[0].encode())
             except BlockingIOError:
@@ -5085,7 +5099,6 @@ class ServiceManager:
             except OSError:  # the manager has gone
                 pass
             self._unsent.popleft()
-        self._unsent.clear()
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
@@ -5255,14 +5268,10 @@ class PluginDirectory:
             return
 
         try:
-            try:
-                self._create_and_lock()
-            except (FileNotFoundError, FileExistsError):
-                # In between it was deleted, as by `kubeadm reset`, or the kubelet has made it.
-                self._create_and_lock()
-        except FileNotFoundError:
+            self._create_and_lock()
+        except FileNotFoundError:  # it was deleted meanwhile; the next turn makes it again
             self.is_watched = False
-            return  # with its parent: the next turn looks again
+            return
         except OSError as error:
             why = error.strerror or str(error)
             if os.path.islink(self.path) and not exists(self.path):
@@ -5276,8 +5285,12 @@ class PluginDirectory:
     def _create_and_lock(self) -> None:
         """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
         if not isdir(self.path):
-            os.mkdir(self.path)
-            os.chmod(self.path, 0o750)  # despite the umask
+            try:
+                os.mkdir(self.path)
+                os.chmod(self.path, 0o750)  # despite the umask
+            except FileExistsError:
+                if not isdir(self.path):
+                    raise  # the kubelet has not made it meanwhile
 
         status = os.stat(self.path)
         if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
@@ -5334,7 +5347,15 @@ class PluginDirectory:
         return has_changed
 
     def _read(self) -> None:
-        """Note the events that wait, and wake the loop if it is concerned."""
+        """Note the events that wait, and wake the loop for those that need a turn.
+
+        file                     needs a turn             is a change (see _is_of_others())
+        -----------------------------------------------------------------------------------
+        ".NUMBER"                no: it will be renamed   no
+        the checkpoint           yes                      no
+        the daemon's sockets     unless it is new         no
+        others, the directory    yes                      yes
+        """
         if self._inotify is None:
             return
 
@@ -5347,10 +5368,8 @@ class PluginDirectory:
             events = events[end:]
             self._has_changed |= _is_of_others(name)
 
-            # The daemon's own new socket needs no turn, nor does a file that will be renamed: the
-            # kubelet writes its checkpoint as ".NUMBER" first.
-            is_own_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
-            needs_turn |= not is_own_socket and not name.startswith(".")
+            is_new_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
+            needs_turn |= not is_new_socket and not name.startswith(".")
         if needs_turn:
             self._wake()
 
@@ -5375,39 +5394,8 @@ def holder_of_lock(inode: int) -> str:
 # ==== HOST: observes this machine, and decides ====================================================
 
 
-async def wait_for_event(event: asyncio.Event, timeout: float | None) -> bool:
-    """Wait for an event, at most some seconds; return whether it has happened.
-
-    asyncio.wait_for() can lose a cancellation up to Python 3.11.
-    """
-    if timeout is None:
-        return await event.wait()
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=timeout)
-    finally:
-        waiting.cancel()
-    return event.is_set()
-
-
-class Broadcast:
-    """Wakes all tasks that wait at the moment."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    async def wait(self, timeout: float | None = None) -> None:
-        """Wait for the next wake_all(), at most some seconds."""
-        await wait_for_event(self._event, timeout)
-
-    def wake_all(self) -> None:
-        # Those that wait from now on wait for the next one.
-        self._event.set()
-        self._event = asyncio.Event()
-
-
 class Host:
-    """The one owner of settings, inventory and holds."""
+    """The one owner of settings, inventory and holds, and all else that loop and calls share."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         """Begin with the state that the last daemon has saved, if it is of this boot."""
@@ -5421,8 +5409,6 @@ class Host:
         self.directories = Directories(settings, monotonic())
         self.readers = TelemetryReaders(wake)
 
-        self.refreshed = Broadcast()  # wakes container starts that wait for another pod's end
-        self.waiting_starts = 0
         self.rejected: str | None = None  # why the configuration on disk is not in force
         self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
         self.problems: dict[str, Reason] = {}  # of the host, by subject
@@ -5436,16 +5422,6 @@ class Host:
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
 
-    @contextmanager
-    def looking_often(self) -> Iterator[None]:
-        """Have the loop look often at pods, as a container waits for the end of one."""
-        self.waiting_starts += 1
-        self.wake()
-        try:
-            yield
-        finally:
-            self.waiting_starts -= 1
-
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
         self.inventory.scan(self.settings)
@@ -5458,18 +5434,19 @@ class Host:
     def take_readings(self, now: float) -> None:
         """Record readings of chips, and which reads are late; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, state in self.readers.under_way(now).items():
-            chip = self.inventory.states[bdf]
-            if state is not ReadState.RUNNING:
-                chip.start_listing()  # READY does not wait for a chip whose reads are slow
-            if state is ReadState.BLOCKED:
-                chip.block()
+        for bdf, read in self.readers.under_way(now).items():
+            state = self.inventory.states[bdf]
+            if read is not ReadState.RUNNING:
+                state.start_listing()  # READY does not wait for a chip whose reads are slow
+            if read is ReadState.BLOCKED:
+                state.block()
 
     def refresh_holds(self, now: float, *, look: bool = False) -> None:
-        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted."""
+        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted.
+
+        Raises OSError.
+        """
         self.holds.refresh(now, self.settings.resource_domain, look=look)
-        if look:
-            self.refreshed.wake_all()
 
     def decide(self, now: float) -> Decision:
         """Return the desired state, the same object until something changes."""
@@ -5548,8 +5525,9 @@ class Allocator:
         host, now = self._host, monotonic()
         host.refresh_holds(now, look=look)
         decision = host.decide(now)
+        # For example, an ID that has gone with its hold leaves the list before the next request.
         if decision is not host.applied:
-            host.wake()  # an ID that has gone with its hold leaves the list before the next request
+            host.wake()
         return decision
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
@@ -5567,9 +5545,37 @@ class Allocator:
 
         `name`: of the resource. Raises RequestError, OSError.
         """
-        # The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
-        # udev makes a little later than the device file; if it takes longer, the file itself is
-        # used. Anything can change meanwhile, also the settings.
+        resource, links = await self._find_links(name, containers)
+        settings = self._host.settings
+        answers: list[Edits] = []
+        for ids in containers:
+            if answers:  # kubelets name one container; others could name thousands
+                await asyncio.sleep(0)
+                resource, settings = self._decide().resource(name), self._host.settings
+                check_request(resource, [ids])
+
+            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
+            chips = resource.chips(ids)
+            hold = Hold(name, frozenset(ids), name=_new_name(chips))
+            mounts = self._mounts(hold, resource, settings)
+            edits = container_edits(chips, links, settings, mounts, hold.name)
+            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
+            answers.append(edits)
+
+        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
+        self._host.wake()
+        return answers
+
+    async def _find_links(
+        self, name: str, containers: Containers
+    ) -> tuple[Resource, dict[str, str]]:
+        """Check a request; return its resource and udev's links, by address of the chip.
+
+        The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
+        udev makes a little later than the device file. If it takes longer than LINK_TIMEOUT, the
+        file itself is used. Anything can change meanwhile, also the settings: all is checked again.
+        Raises RequestError, OSError.
+        """
         deadline = monotonic() + LINK_TIMEOUT
         decision = self._decide(look=True)
         while True:
@@ -5580,10 +5586,9 @@ class Allocator:
 
             resource = decision.resource(name)
             check_request(resource, containers)
-            chips = [resource.chips(ids) for ids in containers]
 
             links = {}
-            for chip in chain(*chips):
+            for chip in resource.chips(chain(*containers)):
                 # Looked at now: a uevent about the file may still be on the way.
                 if fault := file_fault_now(chip.function):
                     reason = f"device {chip.bdf}: device file is invalid: {fault}"
@@ -5593,27 +5598,9 @@ class Allocator:
 
             has_all_links = all(links.values()) or not expects_links(settings)
             if has_all_links or monotonic() >= deadline:
-                break
+                return resource, {bdf: link for bdf, link in links.items() if link}
             await asyncio.sleep(LINK_INTERVAL)
             decision = self._decide()
-
-        existing_links = {bdf: link for bdf, link in links.items() if link}
-        answers: list[Edits] = []
-        for ids, its_chips in zip(containers, chips, strict=True):
-            if answers:  # kubelets name one container; others could name thousands
-                await asyncio.sleep(0)
-                check_request(self._decide().resource(name), [ids])
-
-            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
-            hold = Hold(name, frozenset(ids), name=_new_name(its_chips))
-            mounts = self._mounts(hold, resource, settings)
-            edits = container_edits(its_chips, existing_links, settings, mounts, hold.name)
-            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
-            answers.append(edits)
-
-        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
-        self._host.wake()
-        return answers
 
     def _mounts(self, hold: Hold, resource: Resource, settings: Settings) -> list[Mount]:
         """Return the mounts of a container, and make its directories; raises RequestError."""
@@ -5625,6 +5612,7 @@ class Allocator:
                 host.directories.make_for_locks(locks)
 
             if settings.has_private_hugepages:
+                # Another container of the pod, or of the shared device, can have one already.
                 name = host.holds.directory_for(hold, monotonic()) or hold.name
                 taken = {mount.container for mount in settings.mounts}
                 free = [each for each in hugetlbfs_mounts(settings) if each.container not in taken]
@@ -5641,7 +5629,7 @@ class Allocator:
         self,
         name: str,
         question: pb.ContainerPreferredAllocationRequest,
-        listed: DeviceIds = frozenset(),
+        listed: DeviceIds,
     ) -> list[str]:
         """Return the best IDs of a resource; raises RequestError, OSError.
 
@@ -5673,34 +5661,32 @@ class Allocator:
         chips = frozenset(chip.bdf for chip in decision.resource(name).chips(ids))
         call = host.holds.call(name, frozenset(ids), chips, monotonic())
 
-        last = ""
+        logged = ""
         has_freed = False
-        with host.looking_often():
-            while True:
-                # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
-                if host.holds.was_deleted(call, monotonic()):
-                    raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
+        while True:
+            # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
+            if host.holds.was_deleted(call, monotonic()):
+                raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
 
-                # Emptying directories takes time, in which another pod can begin to run: the start
-                # is allowed if none has.
-                others = host.holds.waits_for(call, decision.holds)
-                if not others and has_freed:
-                    break
+            others = host.holds.waits_for(call, decision.holds)
+            if others:
+                reason = _why_waiting(call, others, decision)
+                if monotonic() > deadline:
+                    raise RequestError(Status.UNAVAILABLE, reason)
+                if reason != logged:
+                    log.info("%s: container start waits: %s", name, reason)
+                    logged = reason
+                await asyncio.sleep(START_INTERVAL)
+                decision = self._decide(look=True)
+                has_freed = False
 
-                if not others:
-                    await self._free_pages(call, decision)
-                    has_freed = True
-                elif monotonic() > deadline:
-                    raise RequestError(Status.UNAVAILABLE, _why_waiting(call, others, decision))
-                else:
-                    has_freed = False
-                    if (reason := _why_waiting(call, others, decision)) != last:
-                        log.info("%s: container start waits: %s", name, reason)
-                        last = reason
-                    # The loop looks at pods. If that fails, nothing wakes this call, which must
-                    # end at its deadline all the same.
-                    await host.refreshed.wait(timeout=1.0)
+            elif has_freed:
+                break
+            else:
+                # And then check once more, as another pod can begin to run meanwhile.
+                await self._free_pages(call, decision)
                 decision = self._decide()
+                has_freed = True
 
         host.holds.allow(call, monotonic())
         host.save_state()
@@ -5709,7 +5695,8 @@ class Allocator:
     async def _free_pages(self, call: Call, decision: Decision) -> None:
         """Empty what former pods have left, so that a container finds the node's pages free.
 
-        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError.
+        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError,
+        OSError.
         """
         host = self._host
         try:
@@ -5835,10 +5822,10 @@ class Seen(NamedTuple):
     own_socket: FileStamp | None = None  # the plugin's
 
 
-def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
+def why_lost(baseline: Seen, seen: Seen) -> Ended | None:
     """Return how a registration ends under the present conditions, None if it goes on.
 
-    `at_register` has the sockets as they were at Register, and the checkpoint as it was before the
+    `baseline` has the sockets as they were at Register, and the checkpoint as it was before the
     kubelet was sent the present list.
 
         kubelet.sock   own socket     checkpoint        the registration
@@ -5853,11 +5840,11 @@ def why_lost(at_register: Seen, seen: Seen) -> Ended | None:
     """
     if seen.kubelet is None:
         return None
-    if seen.kubelet != at_register.kubelet:
+    if seen.kubelet != baseline.kubelet:
         return Phase.STARTING, "the kubelet has restarted; registering again"
-    if seen.own_socket is None or seen.own_socket != at_register.own_socket:
+    if seen.own_socket is None or seen.own_socket != baseline.own_socket:
         return Phase.STARTING, "the plugin's socket was deleted; registering again"
-    if seen.has_others_ids and seen.checkpoint != at_register.checkpoint:
+    if seen.has_others_ids and seen.checkpoint != baseline.checkpoint:
         reason = "another device plugin has registered this resource; stop that plugin"
         return Phase.FAILED, reason
     return None
@@ -5869,23 +5856,22 @@ class AdvertisedList:
     def __init__(self) -> None:
         self.message = DeviceList()
         self.ids: DeviceIds = frozenset()  # that were ever in it
-        self._changed = Broadcast()
+        self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
 
     def update(self, message: DeviceList) -> None:
         """Send a list to all streams, unless it is the same as before."""
         if message is not self.message and message != self.message:
             self.message = message
             self.ids = self.ids.union(device.ID for device in message.devices)
-            self._changed.wake_all()
+            self._outdated.set()
+            self._outdated = asyncio.Event()
 
     async def messages(self) -> AsyncIterator[DeviceList]:
         """Yield the list, and each changed one."""
-        sent = None
         while True:
-            while self.message is sent:
-                await self._changed.wait()
-            sent = self.message
-            yield sent
+            outdated = self._outdated
+            yield self.message
+            await outdated.wait()
 
 
 class Stream:
@@ -5911,7 +5897,7 @@ class Endpoint(rpc.DevicePluginServicer):
         self.path = path
         self.stream = Stream()  # the kubelet's
         self.is_registered = False  # Register was answered
-        self.at_register = Seen()
+        self.baseline = Seen()  # see why_lost()
         self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._devices = devices
@@ -5924,9 +5910,9 @@ class Endpoint(rpc.DevicePluginServicer):
         # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
         # the place of the present one only if it was written after that was sent.
         if self.stream.sent is not self._devices.message:
-            self.at_register = self.at_register._replace(checkpoint=seen.checkpoint)
+            self.baseline = self.baseline._replace(checkpoint=seen.checkpoint)
 
-        ended = why_lost(self.at_register, seen)
+        ended = why_lost(self.baseline, seen)
         if ended and not self.lost.done():
             self.lost.set_result(ended)
 
@@ -6019,6 +6005,19 @@ async def stop(server: grpc.aio.Server, grace: float | None) -> None:
     await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
     if stopping.done():
         stopping.result()
+
+
+async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event, at most some seconds; return whether it has happened.
+
+    asyncio.wait_for() can lose a cancellation up to Python 3.11.
+    """
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=timeout)
+    finally:
+        waiting.cancel()
+    return event.is_set()
 
 
 async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
@@ -6162,7 +6161,7 @@ class KubeletSession:
             # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
             self._seen = self._seen._replace(kubelet=file_stamp(self._kubelet_socket))
             own_socket = file_stamp(endpoint.path)
-            endpoint.at_register = self._seen._replace(own_socket=own_socket)
+            endpoint.baseline = self._seen._replace(own_socket=own_socket)
             self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
@@ -6179,19 +6178,24 @@ class KubeletSession:
             yield endpoint
         finally:
             self._endpoint = None
-            is_same_kubelet = endpoint.at_register.kubelet == self._seen.kubelet
-            must_notice = endpoint.stream.is_open and is_same_kubelet
+            is_streaming = endpoint.stream.is_open
 
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
                 await completed(stop(server, LAST_GRACE if self._is_exiting else None))
 
-            # A kubelet must have seen the end of its stream before the next Register. Another one
-            # that comes meanwhile need not.
-            if must_notice and not self._is_exiting:
-                has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
-                if has_changed and endpoint.at_register.kubelet == self._seen.kubelet:
-                    await asyncio.sleep(STREAM_DELAY)
+            if is_streaming and not self._is_exiting:
+                await self._have_end_noticed(endpoint.baseline.kubelet)
+
+    async def _have_end_noticed(self, kubelet: FileStamp | None) -> None:
+        """Wait until this kubelet has seen the end of its stream, as must be before a Register.
+
+        Another one, which has come already or comes meanwhile, has nothing to see.
+        """
+        if self._seen.kubelet == kubelet:
+            has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
+            if has_changed and self._seen.kubelet == kubelet:
+                await asyncio.sleep(STREAM_DELAY)
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
         """Register an endpoint, and follow the kubelet's stream to its end."""
@@ -6314,18 +6318,19 @@ class PodResources:
             self._pods, self._next_at, self._pause = pods, now, NAMES_PAUSES[0]
         is_idle = self._task is None or self._task.done()
         if is_idle and now >= self._next_at:
-            self._task = asyncio.create_task(self._ask(path, holds, now))
+            self._next_at = now + self._pause
+            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
+            self._task = asyncio.create_task(self._ask(path, holds))
 
-    async def _ask(self, path: str, holds: Collection[HoldKey], now: float) -> None:
+    async def _ask(self, path: str, holds: Collection[HoldKey]) -> None:
         try:
             self._apply(await list_pods(path), holds)
             self._has_failed = False
-            self._next_at = now + self._pause
-            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
         except (grpc.aio.AioRpcError, DecodeError) as error:
             if not self._has_failed:
                 log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
             self._has_failed = True
+            self._pods = set()  # as if it had not been asked: the next question is a new one
 
 
 async def list_pods(path: str) -> PodNames:
@@ -6351,9 +6356,8 @@ async def list_pods(path: str) -> PodNames:
 class SharedText:
     """A text that is rendered once for simultaneous readers."""
 
-    # Seconds: more than twice READ_TIMEOUT, see Reporter._read_details(), and less than a
-    # connection has.
-    TIMEOUT = 4.5
+    # Seconds: Reporter._read_details() waits twice for reads. Less than a connection has.
+    TIMEOUT = 2 * READ_TIMEOUT + 0.5
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
         self._render = render
@@ -6464,7 +6468,7 @@ class MetricsServer:
 #     in a round        everything that sends no event: pods' cgroups, files for others, names of
 #                       pods; at each poll, and at least every ROUND seconds
 #     while a pod       pods' cgroups, every START_INTERVAL seconds
-#     waits or starts
+#     starts
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -6595,7 +6599,7 @@ class Reporter:
         Not only until it is slow: on a busy machine many are.
         """
         deadline = monotonic() + READ_TIMEOUT
-        while self._host.readers.has_unblocked(monotonic()) and monotonic() < deadline:
+        while not self._host.readers.is_over(monotonic()) and monotonic() < deadline:
             await asyncio.sleep(SETTLE_INTERVAL)
 
 
@@ -6763,7 +6767,7 @@ class Daemon:
             due.append(now + START_TICK)
         if self._must_scan:
             due.append(host.scanned_at + DEBOUNCE)
-        if host.waiting_starts or host.holds.is_awaiting_containers:
+        if host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
         if host.applied and host.applied.depends_on_holds:
             due.append(self._looked_at + HELD_INTERVAL)
@@ -6855,7 +6859,7 @@ class Daemon:
         self._must_scan |= host.readers.take_skipped()
         host.inventory.date_faults(seconds_since_boot())
 
-        is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
+        is_starting = host.holds.is_awaiting_containers
         if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
             self._looked_at = now
             host.refresh_holds(now, look=True)
@@ -7406,8 +7410,8 @@ def ask(path: str) -> View | ServiceProblem:
         view: View = json.loads(content)
 
         version = view["version"]
-        is_complete = version != __version__ or view.keys() >= VIEW_KEYS
-        if not isinstance(version, str) or not is_complete:
+        is_ours = version != __version__ or view["program"] == PROGRAM
+        if not isinstance(version, str) or not is_ours:
             raise ValueError
 
     # A daemon that was killed leaves its socket, which refuses connections.
@@ -7448,7 +7452,7 @@ async def look_once(settings: Settings) -> View:
     host.read_chips(is_poll=False, details=True)
 
     # Readings are collected all the while: a read is under way until then.
-    while host.readers.has_unblocked(monotonic()):
+    while not host.readers.is_over(monotonic()):
         await asyncio.sleep(SETTLE_INTERVAL)
         host.take_readings(monotonic())
     host.take_readings(monotonic())  # and mark chips whose reads are blocked
@@ -8716,8 +8720,7 @@ class Checks:
         for resource in self._view["resources"]:
             name, phase = resource["name"], resource["phase"]
             if is_kubelet_running and phase not in (None, Phase.REGISTERED.value):
-                reason = resource["state"] or "waiting for the kubelet's answer"
-                yield Finding("FAIL", name, f"not registered: {reason}")
+                yield Finding("FAIL", name, f"not registered: {resource['state']}")
             for device, reason in resource["incomplete"].items():
                 yield Finding("FAIL", name, f"{device}: {reason}")
 

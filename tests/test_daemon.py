@@ -170,16 +170,16 @@ async def test_no_watchdog_is_fed_without_one(node: SimulatedNode, start: StartD
 
 
 async def test_the_loop_has_pauses_while_a_container_starts(
-    node: SimulatedNode, start: StartDaemon
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks at pods ten times a second then, beside its polls."""
     node.add("n150")
     daemon = await start(WATCHDOG)
     await daemon.ready()
 
-    with daemon.host.looking_often():
-        daemon.forget_notes()
-        await polls(daemon, 4)  # a second
+    monkeypatch.setattr(ttdp.HoldBook, "is_awaiting_containers", True)
+    daemon.forget_notes()
+    await polls(daemon, 4)  # a second
 
     assert 4 <= daemon.notes.count("WATCHDOG=1") < 40
 

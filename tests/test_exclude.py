@@ -209,6 +209,7 @@ def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
 
 GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
 UNKNOWN = chip(2, "p300c", ordinal=1)  # a virtual machine has had it since boot
+MOVED = [chip(bus, "p300c", ordinal=bus, serial="B" * 16, present=bus > 4) for bus in range(3, 7)]
 
 
 @pytest.mark.parametrize(
@@ -221,10 +222,15 @@ UNKNOWN = chip(2, "p300c", ordinal=1)  # a virtual machine has had it since boot
         (PAIR, [2], []),
         ([PAIR[0], UNKNOWN], [], []),
         ([PAIR[0], UNKNOWN], [2], []),
+        (
+            [PAIR[0], *MOVED],
+            [],
+            [f"only 1 of 2 chips of the board with serial {'A' * 16} found"],
+        ),
     ],
     ids=[
         "another one is missing", "the Galaxy is whole", "in service", "its board is out", "half",
-        "a chip without a serial", "that one excluded",
+        "a chip without a serial", "that one excluded", "another board in another slot",
     ],
 )  # fmt: skip
 def test_an_excluded_chip_is_not_missing_on_its_board(

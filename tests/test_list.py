@@ -679,6 +679,9 @@ def test_the_status_names_a_resource_that_is_not_registered() -> None:
     status = ttdp.status_line(decision, {N150: registered, P150: failed})
     assert status == f"{devices}; {P150} not welcome"
 
+    status = ttdp.status_line(decision, {N150: registered, P150: ttdp.Registration()})
+    assert status == f"{devices}; {P150} waiting for the kubelet's answer"
+
     status = ttdp.status_line(decision, {N150: registered, P150: registered})
     assert status == f"{devices}; registered with kubelet"
 
@@ -839,11 +842,6 @@ async def test_a_view_that_is_not_ready_in_time_is_a_problem_of_the_service(
     text = f"closed {served.root}/status.sock without an answer: it is overloaded, or its log has "
     text += "an error; run: journalctl -t tt-device-plugin -p warning"
     assert ("FAIL", "service", text) in answer.complaints
-
-
-def test_the_keys_of_a_view_are_those_that_are_expected_of_one() -> None:
-    """Else no daemon would be asked."""
-    assert view_of(decide([])).keys() == ttdp.VIEW_KEYS
 
 
 def test_a_service_that_says_nothing_is_a_problem(

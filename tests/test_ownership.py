@@ -180,12 +180,21 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
 ) -> None:  # fmt: skip
     """It waits for the last process, though no process has the device open, or opens it later.
 
-    Polls are an hour apart: the daemon looks more often while a container waits.
+    Polls are an hour apart: the call itself looks at pods while it waits.
     """
+    looks = 0
+    refresh = ttdp.Cgroups.refresh
+
+    def counted(cgroups: ttdp.Cgroups) -> None:
+        nonlocal looks
+        looks += 1
+        refresh(cgroups)
+
+    monkeypatch.setattr(ttdp.Cgroups, "refresh", counted)
     for name in ("ROUND", "HELD_INTERVAL"):
         monkeypatch.setattr(ttdp, name, 3600)
     (chip,) = node.add("p150a")
-    daemon = await start(WATCHDOG, interval=3600)
+    daemon = await start(interval=3600)
     await run_pod(kubelet, "first")
     await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
     chip.set_pids([])
@@ -196,7 +205,8 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     waits = f"{P150}: container start waits: {reason}"
     await until(lambda: waits in caplog.messages)
     await kubelet.manager.write_checkpoint()
-    await turns(daemon)
+    before = looks
+    await until(lambda: looks > before + 2)
     assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
 
     kubelet.end("first")
@@ -317,6 +327,34 @@ async def test_questions_for_the_same_names_become_rarer(monkeypatch: pytest.Mon
             await asyncio.sleep(0)
 
     assert asked == [0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 813, 1113]
+
+
+async def test_a_late_answer_about_other_pods_makes_a_new_pod_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is admitted while the kubelet still answers the question before."""
+    monkeypatch.setattr(ttdp, "NAMES_PAUSES", (600.0, 600.0))
+    asked, may_answer = 0, asyncio.Event()
+
+    async def list_pods(path: str) -> ttdp.PodNames:
+        nonlocal asked
+        asked += 1
+        await may_answer.wait()
+        return {}
+
+    monkeypatch.setattr(ttdp, "list_pods", list_pods)
+    answered = asyncio.Event()
+    pod_resources = ttdp.PodResources(lambda *_: answered.set())
+    pod_resources.ask("", (), {"one"}, 0.0)
+    await asyncio.sleep(0)
+    pod_resources.ask("", (), {"one", "two"}, 5.0)
+    may_answer.set()
+    await answered.wait()
+    await asyncio.sleep(0)
+
+    pod_resources.ask("", (), {"one", "two"}, 10.0)
+    await asyncio.sleep(0)
+    assert asked == 2
 
 
 async def test_a_pod_that_is_never_listed_is_not_asked_for_at_each_poll(

@@ -152,7 +152,7 @@ async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) ->
 async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each state has its consequence: see is_settled() and has_unblocked()."""
+    """Each state has its consequence: see is_settled() and is_over()."""
     since = 1000.0
     monkeypatch.setattr(ttdp, "monotonic", lambda: since)
     readers = chips.readers
@@ -161,14 +161,14 @@ async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
     await until(lambda: chips.reads)
 
     looks = [
-        (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.has_unblocked(at))
+        (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.is_over(at))
         for at in (since, since + 0.1, since + 2.0)
     ]
 
     assert looks == [
-        (ReadState.RUNNING, False, True),
-        (ReadState.SLOW, True, True),
-        (ReadState.BLOCKED, True, False),
+        (ReadState.RUNNING, False, False),
+        (ReadState.SLOW, True, False),
+        (ReadState.BLOCKED, True, True),
     ]
 
 

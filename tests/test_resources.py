@@ -123,18 +123,36 @@ def test_a_board_that_is_not_whole_is_a_line_of_the_log() -> None:
     assert not any(name in line for line in log_lines(part, part))
 
 
+@pytest.mark.parametrize("settings", [Settings(unit="board", exclude=(bdf(1),)), Settings()])
+def test_a_board_that_is_no_longer_a_device_is_not_complete(settings: Settings) -> None:
+    """It was excluded, or its chips are devices now."""
+    lines = log_lines(decide([p300(1)], BOARD), decide([p300(1)], settings))
+    assert not any("p300-board" in line for line in lines)
+
+
+def test_a_board_that_is_withheld_once_it_is_complete_is_one_line_of_the_log() -> None:
+    """A pod holds one of its chips under another name: the reason is another kind."""
+    held = [hold("p300", bdf(1), buses=[1])]
+    part, whole = decide([p300(1)], BOARD, held), decide([p300(1), p300(2)], BOARD, held)
+
+    (line,) = (line for line in log_lines(part, whole) if "p300-board" in line)
+    assert line.startswith(f"tenstorrent.com/p300-board {PAIR} is withheld: held until default/")
+
+
 def test_a_chip_whose_device_file_was_never_valid_is_a_line_of_the_log() -> None:
-    """It is no device. Another reason for that is no other line."""
-    decisions = []
+    """It is no device. Another reason for that is no other line, unlike its return to service."""
+    invalid = []
     for why in ("does not exist", "is a link to nothing"):
         function = chip(1).function._replace(file_fault=f"/dev/tenstorrent/0 {why}")
-        decisions.append(decide([chip(1)._replace(function=function, is_listed=False)]))
-    found, later = decisions
+        invalid.append(chip(1)._replace(function=function, is_listed=False))
+    found, later = (decide([each]) for each in invalid)
+    excluded = decide(invalid[:1], Settings(exclude=(bdf(1),)))
 
     assert not found.resources
     (line,) = log_lines(None, found)
     assert line.startswith(f"{bdf(1)} (n150) is not advertised: device file is invalid: /dev/")
     assert log_lines(found, later) == []
+    assert line not in log_lines(None, excluded) and line in log_lines(excluded, found)
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,13 @@ WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the 
 def test_why_a_registration_is_lost() -> None:
     """By whatever the loop can see of three files."""
     same = STAMPS["same"]
-    at_register = ttdp.Seen(same, same, own_socket=same)
+    baseline = ttdp.Seen(same, same, own_socket=same)
     for combination in itertools.product(STAMPS, STAMPS, ("same", "other"), ("yes", "no")):
         kubelet, own_socket, checkpoint, others = combination
         row = next(each for each in WHY_LOST if fnmatch.fnmatch(" ".join(combination), each))
 
         seen = ttdp.Seen(STAMPS[kubelet], STAMPS[checkpoint], others == "yes", STAMPS[own_socket])
-        ended = ttdp.why_lost(at_register, seen)
+        ended = ttdp.why_lost(baseline, seen)
 
         assert (ended[1] if ended else None) == WHY_LOST[row], combination
 
