@@ -7796,14 +7796,11 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
     if step is Step.LOAD:
         return f"{program} {DRIVER}"
 
-    # The kernel refuses to bind a driver that driver_override does not name (ENODEV).
-    if step is Step.BIND and not _is_free(seen):
-        clear = f"echo > {seen.function.directory}/driver_override"
-        return f"{clear} && echo {bdf} > {drivers}/bind"
+    clear = "" if _is_free(seen) else f"echo > {seen.function.directory}/driver_override && "
     if step is Step.BIND:
-        return f"echo {bdf} > {drivers}/bind"
+        return f"{clear}echo {bdf} > {drivers}/bind"
     if step is Step.REBIND:
-        return f"echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
+        return f"{clear}echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
 
     if step is Step.MAKE_FILE:
         number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
@@ -7816,7 +7813,10 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
 
 
 def _is_free(seen: Situation) -> bool:
-    """Return whether driver_override lets our driver have the function."""
+    """Return whether driver_override lets our driver have the function.
+
+    While it names another driver, the kernel refuses to bind ours (ENODEV).
+    """
     return seen.override in (None, DRIVER)
 
 
@@ -8201,7 +8201,7 @@ class Mender:
                 self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
         if step is Step.RESET and seen.is_galaxys:
             self._say(GALAXY_RESETS)
-        if step is Step.BIND and not _is_free(seen):
+        if step in (Step.BIND, Step.REBIND) and not _is_free(seen):
             self._say(f"driver_override keeps it for {seen.override}, and is cleared first")
 
         is_used = step in INTERRUPTING and any(map(users_of, rows))
@@ -8317,13 +8317,11 @@ class Mender:
             command = [program, DRIVER]
             subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
-        elif step is Step.BIND:
+        elif step in (Step.BIND, Step.REBIND):
             if not _is_free(seen):
                 write_attribute(f"{seen.function.directory}/driver_override", "\n")
-            write_attribute(f"{driver}/bind", bdf)
-
-        elif step is Step.REBIND:
-            write_attribute(f"{driver}/unbind", bdf)
+            if step is Step.REBIND:
+                write_attribute(f"{driver}/unbind", bdf)
             write_attribute(f"{driver}/bind", bdf)
 
         elif step is Step.MAKE_FILE:

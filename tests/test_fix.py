@@ -134,6 +134,7 @@ def test_where_no_step_helps(state: str) -> None:
 ADDRESS = "0000:01:00.0"
 DRIVERS = "/sys/bus/pci/drivers/tenstorrent"
 BIND = f"echo {ADDRESS} > {DRIVERS}/bind"
+CLEAR = f"echo > {HERE.directory}/driver_override"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,9 @@ BIND = f"echo {ADDRESS} > {DRIVERS}/bind"
         (Step.LOAD, None, "/usr/sbin/modprobe", "/usr/sbin/modprobe tenstorrent"),
         (Step.BIND, None, "", BIND),
         (Step.BIND, "tenstorrent", "", BIND),
-        (Step.BIND, "vfio-pci", "", f"echo > {HERE.directory}/driver_override && {BIND}"),
+        (Step.BIND, "vfio-pci", "", f"{CLEAR} && {BIND}"),
         (Step.REBIND, None, "", f"echo {ADDRESS} > {DRIVERS}/unbind; {BIND}"),
+        (Step.REBIND, "vfio-pci", "", f"{CLEAR} && echo {ADDRESS} > {DRIVERS}/unbind; {BIND}"),
         (Step.WAIT, None, "", ""),
         (Step.RESET, None, "/bin/tt-smi", "/bin/tt-smi -r /dev/tenstorrent/0 --no_reinit"),
     ],
@@ -368,6 +370,11 @@ def reserve(chip: Chip) -> None:
     chip.keep_for("vfio-pci")
 
 
+def reset_while_reserved(chip: Chip) -> None:
+    chip.keep_for("vfio-pci")
+    chip.reset()
+
+
 RESET = "tt-smi -r /dev/tenstorrent/0 --no_reinit"
 REBIND = [f"unbind {ADDRESS}", f"bind {ADDRESS}"]
 SECOND = "0000:02:00.0"
@@ -377,6 +384,11 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
     "not bound": (Chip.unbind, Kind.NO_DRIVER, [f"bind {SECOND}"]),
     "reserved": (reserve, Kind.NO_DRIVER, [f"driver_override  {SECOND}", f"bind {SECOND}"]),
     "resetting": (Chip.reset, Kind.RESETTING, [f"unbind {SECOND}", f"bind {SECOND}"]),
+    "resetting, reserved for when it is unbound": (
+        reset_while_reserved,
+        Kind.RESETTING,
+        [f"driver_override  {SECOND}", f"unbind {SECOND}", f"bind {SECOND}"],
+    ),
     "stalled": (Chip.freeze, Kind.STALLED, ["tt-smi -r /dev/tenstorrent/1 --no_reinit"]),
 }
 
