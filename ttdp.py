@@ -7606,7 +7606,7 @@ def users_of(row: View) -> list[str]:
     found = pods_of(row)
     for process in row["processes"] or ():
         if not (row["pods"] and process["of_pod"]):
-            found.append(f"{process['command']}[{process['pid']}]")
+            found.append(f"{printable(process['command'])}[{process['pid']}]")
     return found
 
 
