@@ -8603,8 +8603,7 @@ class Checks:
 
     def _cdi_file(self) -> Findings:
         """Compare the CDI file with the device files."""
-        settings = self._settings
-        path = f"{settings.cdi_dir}/{CDI_FILE}"
+        settings, path = self._settings, self._cdi_path
         nodes = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
         is_needed = settings.device_list_strategy == "cdi"
         is_expected = bool(nodes) and (is_needed or isdir(settings.cdi_dir))
@@ -8632,15 +8631,19 @@ class Checks:
             yield Finding("ok", "CDI", f"{path} is up to date")
 
     @property
+    def _cdi_path(self) -> str:
+        return f"{self._settings.cdi_dir}/{CDI_FILE}"
+
+    @property
     def _file_problems(self) -> dict[str, str]:
         """Return why files of the service are not as they should be, by path."""
         found: dict[str, str] = (self._view["service"] or {}).get("files", {})
         return found
 
     def _other_files(self) -> Findings:
-        """Check the files for node_exporter, node-feature-discovery and the next daemon."""
+        """Check the other files that the service writes, and those that it cannot remove."""
         for each, problem in self._file_problems.items():
-            if isdir(dirname(each)) and basename(each) != CDI_FILE:
+            if isdir(dirname(each)) and each != self._cdi_path:
                 yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
 
         # Without a daemon the metrics are old, of course.

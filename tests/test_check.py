@@ -779,6 +779,27 @@ async def test_files_that_cannot_be_written_fail(
     assert ("FAIL", "files", f"{state} {problem}") in answer.complaints
 
 
+@pytest.mark.parametrize("cdi_dir", ["", "new"])
+async def test_a_cdi_file_of_a_former_configuration_that_stays_fails(
+    served: Served, cdi_dir: str
+) -> None:
+    """Runtimes read it on, if they look in its directory."""
+    for name in ("former", "new"):
+        (served.root / name).mkdir()
+    former = served.root / "former" / ttdp.CDI_FILE
+    daemon = await served.serve(N150, interval=0.1, cdi_dir=str(former.parent))
+    await until(former.exists)
+
+    former.unlink()
+    former.mkdir()
+    (former / "full").touch()
+    daemon.reload(cdi_dir=cdi_dir and str(served.root / cdi_dir))
+    await until(lambda: str(former) in daemon.daemon.host.files.problems)
+
+    problem = "is out of date and cannot be removed: Is a directory"
+    assert ("FAIL", "files", f"{former} {problem}") in (await served.ask("check")).complaints
+
+
 async def test_a_directory_that_is_newer_than_the_service_needs_a_restart(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
