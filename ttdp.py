@@ -7664,12 +7664,13 @@ class End(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The subject of an answer: a step can be for another device number, or other pods."""
+    """A step with all that an answer to it is about: if any of it changes, it is asked again."""
 
     step: Step | End
     program: str = ""  # path of modprobe or tt-smi
-    command: str = ""  # as it is shown
+    command: str = ""  # as it is shown, so with the device number
     pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
+    guests: Mapping[str, str] = {}  # see Situation
 
 
 class Situation(NamedTuple):
@@ -8040,36 +8041,28 @@ class Mender:
                 self._say(f"pods that must be started again: {', '.join(self._hit)}")
 
     async def _mend(self) -> End:
-        """Plan, ask, look again and take the step, until there is none; return why.
-
-        The plan is made again after the answer: it counts only for the step that was shown.
-        """
+        """Plan, ask, look again and take the step, until there is none; return why."""
         # The daemon's view can be older than what sysfs shows.
         seen = self._look()
         if not seen.is_current and seen.in_service:
             seen = await self._watch(self._limit, lambda seen: seen.is_current)
         self._show(seen)
 
-        agreed = None  # the plan to which the answer was yes
         while True:
             plan = await self._plan(seen)
-            if agreed and plan != agreed:
-                self._say("the chip or its pods have changed; your answer was for another step")
-                self._show(seen)
-                agreed = None
             if isinstance(plan.step, End):
                 return plan.step
+            self._describe(plan, seen)
+            if refusal := await self._ask(plan.step, seen):
+                return refusal
 
-            if agreed is None:
-                self._describe(plan, seen)
-                if refusal := await self._ask(plan.step, seen):
-                    return refusal
-                agreed = plan
-                seen = self._look()
+            # A person has thought about it, perhaps for hours.
+            seen = self._look()
+            if await self._plan(seen) != plan:
+                self._say("the chip or its pods have changed; your answer was for another step")
+                self._show(seen)
                 continue
 
-            # The answer was yes, to this plan.
-            agreed = None
             await self._take(plan, seen)
             limit = inf if plan.step is Step.WAIT else self._limit
             seen = await self._watch(limit, partial(self._has_followed, plan.step))
@@ -8086,7 +8079,7 @@ class Mender:
             return Plan(step)
 
         command = shown_command(step, seen, self._settings, program)
-        return Plan(step, program, command, self._pods_hit(step))
+        return Plan(step, program, command, self._pods_hit(step), seen.guests)
 
     # Looks
 

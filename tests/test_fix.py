@@ -812,6 +812,24 @@ async def test_a_virtual_machine_may_use_the_other_chip(host: FixHost, is_known:
     assert [row["USED BY"] for row in table] == ["-", "?"]
 
 
+async def test_a_virtual_machine_gets_the_other_chip_before_the_answer(host: FixHost) -> None:
+    """The answer was given without knowing that, so it asks again."""
+    chip, other = await host.add("p300c", interval=0.1)
+    chip.die(bus=True)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
+
+    async with host.on_terminal("fix", chip.bdf) as terminal:
+        assert "vfio-pci" not in await terminal.shows(QUESTION)
+        other.bind_to("vfio-pci")
+        await host.daemon.sees(other.bdf, Kind.NO_DRIVER)
+        terminal.type("y\n")
+        assert "driver vfio-pci is bound" in await terminal.shows(QUESTION)
+        terminal.type("n\n")
+        assert await terminal.ended() == 1
+
+    assert host.controls.calls == []
+
+
 async def test_the_driver_concerns_all_chips(host: FixHost) -> None:
     """Loading it is a step for the whole node, so the users of the other chips are named, too."""
     chip, other = await host.add("n150", "n150")
