@@ -7626,7 +7626,7 @@ def pods_of(row: View) -> list[str]:
 FIX_LOCK = "fix.lock"  # in the daemon's runtime directory
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LOOK_INTERVAL = 0.25  # seconds between looks
-FOLLOWS_WITHIN = 30.0  # seconds that an effect has, at least; four health intervals if longer
+FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect; see Situation.follows_within
 RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
 WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
 ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
@@ -7677,6 +7677,7 @@ class Situation(NamedTuple):
     """A chip at one moment, as sysfs and the daemon show it, and the steps so far."""
 
     function: PciFunction  # by sysfs
+    view: View  # the daemon's
     override: str | None = None  # see driver_override()
     fault: Fault | None = None  # by the daemon
     now: float = 0.0  # Unix time
@@ -7690,6 +7691,16 @@ class Situation(NamedTuple):
     done: frozenset[Step] = frozenset()
 
     @property
+    def row(self) -> View:
+        return row_of(self.view, self.function.bdf)
+
+    @property
+    def follows_within(self) -> float:
+        """Return the seconds after which a step was without effect."""
+        interval: float = self.view["health"]["interval"]
+        return max(FOLLOWS_WITHIN, 4 * interval)
+
+    @property
     def lasts(self) -> float:
         """Return the seconds for which the fault has lasted, inf if they are not known."""
         # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
@@ -7698,7 +7709,7 @@ class Situation(NamedTuple):
 
     @property
     def present_fault(self) -> Fault | None:
-        """Return the fault; sysfs shows it earlier than the daemon."""
+        """Return the fault; sysfs shows earlier than the daemon that one begins, or has ended."""
         shown = Chip(self.function).fault
         if shown is None and self.fault and self.fault.kind in STRUCTURAL:
             return self.fault._replace(text=WAITING)
@@ -7727,19 +7738,21 @@ def next_step(seen: Situation) -> Step | End:
         bound, but no class device          REBIND
         device file missing or another's    MAKE_FILE
         no fault                            nothing
+        the daemon still has one of these   nothing: it has not read the chip since
         hot, tripped                        nothing: only cooling helps
         resetting, silent                   WAIT; then REBIND; then RESET
         any other fault                     RESET; nothing on arm64, where tt-smi cannot
 
     No step is taken twice: if one was without effect, a power cycle is left.
     """
-    function, fault, step = seen.function, seen.fault, Step.RESET
-    kind = fault.kind if fault else None
+    function = seen.function
+    kind = seen.fault.kind if seen.fault else None
     if seen.outdated:
         return End(f"nothing is done: the service {seen.outdated}")
     if not seen.in_service:
         return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
 
+    step = Step.RESET  # for the last two rows
     if not function.on_bus:
         step = Step.RESCAN
     elif function.driver not in (None, DRIVER):
@@ -7822,10 +7835,10 @@ def _is_free(seen: Situation) -> bool:
 
 
 def reset_command(function: PciFunction, tt_smi: str) -> list[str]:
-    """Return the command that resets this chip, or none if its number has gone.
+    """Return the command that resets this chip, and nothing if its number has gone meanwhile.
 
-    An address that tt-umd does not find would be *all* chips, a device file never is. And the
-    search for devices after a reset would open those that are in use.
+    To tt-smi, an address that it does not find is *all* chips, a device file never is. And its
+    search for devices after a reset (--no_reinit: none) would open those that are in use.
     """
     return [tt_smi, "-r", f"/dev/{DRIVER}/{function.ordinal}", "--no_reinit"]
 
@@ -7943,18 +7956,22 @@ def other_chips(view: View, row: View) -> list[View]:
     """Return the other chips that a reset of this one resets: of a p300, its board's.
 
     While one of the two has not reported the board's serial number, these are all that it can be:
-    the p300 chips whose board is not whole.
+    the p300 chips whose board is not whole, but for those with another serial number.
     """
-    whole: dict[str, str] = {}  # IDs of whole boards by their chips
-    for board, chips in view["boards"].items():
-        if len(chips) == 2:
-            whole |= dict.fromkeys(chips, board)
+    if row["board"] != "p300":
+        return []
+
+    others = [each for each in view["chips"] if each["board"] == "p300" and each is not row]
+    whole = [chips for chips in view["boards"].values() if len(chips) == 2]
+    for chips in whole:
+        if row["bdf"] in chips:
+            return [each for each in others if each["bdf"] in chips]
 
     found = []
-    for each in view["chips"] if row["board"] == "p300" else ():
-        are_of_one = whole.get(each["bdf"]) == whole.get(row["bdf"])
-        can_be_of_one = len({each["serial"], row["serial"], None}) < 3
-        if each["board"] == "p300" and are_of_one and can_be_of_one and each is not row:
+    on_whole_boards = set(chain(*whole))
+    for each in others:
+        serials = {each["serial"], row["serial"]} - {None}
+        if each["bdf"] not in on_whole_boards and len(serials) < 2:
             found.append(each)
     return found
 
@@ -7987,6 +8004,19 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
         return 1
 
 
+def _rows_hit(step: Step, seen: Situation) -> list[View]:
+    """Return the rows of the chips that a step concerns, this one first."""
+    row = seen.row
+    if step is Step.LOAD:
+        return [row, *(each for each in seen.view["chips"] if each is not row)]
+    return [row, *other_chips(seen.view, row)] if step is Step.RESET else [row]
+
+
+def _pods_hit(step: Step, seen: Situation) -> list[Sequence[str]]:
+    """Return the pods of each of these chips."""
+    return [pods_of(row) for row in _rows_hit(step, seen)]
+
+
 def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
     """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
     if driver := (guests or {}).get(row["bdf"]):
@@ -8013,7 +8043,6 @@ class Mender:
         self._view_of_daemon = view_of_daemon
         self._says_yes = says_yes
         self._on_terminal = os.isatty(0) and os.isatty(1)
-        self._view: View = {}
         self._tt_smi = ""  # its path, once its version is known to be new enough
         self._done: set[Step] = set()
         self._hit: dict[str, None] = {}  # pods whose chips were taken from them
@@ -8045,7 +8074,7 @@ class Mender:
         # The daemon's view can be older than what sysfs shows.
         seen = self._look()
         if not seen.is_current and seen.in_service:
-            seen = await self._watch(self._limit, lambda seen: seen.is_current)
+            seen = await self._watch(seen.follows_within, lambda seen: seen.is_current)
         self._show(seen)
 
         while True:
@@ -8064,7 +8093,7 @@ class Mender:
                 continue
 
             await self._take(plan, seen)
-            limit = inf if plan.step is Step.WAIT else self._limit
+            limit = inf if plan.step is Step.WAIT else seen.follows_within
             seen = await self._watch(limit, partial(self._has_followed, plan.step))
             self._show(seen)
 
@@ -8079,13 +8108,13 @@ class Mender:
             return Plan(step)
 
         command = shown_command(step, seen, self._settings, program)
-        return Plan(step, program, command, self._pods_hit(step), seen.guests)
+        return Plan(step, program, command, _pods_hit(step, seen), seen.guests)
 
     # Looks
 
     def _look(self) -> Situation:
         """Return what sysfs and the daemon show now; raises Refusal, OSError."""
-        self._view = view = self._view_of_daemon()
+        view = self._view_of_daemon()
         row = row_of(view, self._bdf)
 
         bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
@@ -8108,6 +8137,7 @@ class Mender:
 
         return Situation(
             function,
+            view,
             driver_override(function) if function.on_bus else None,
             Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
             now,
@@ -8130,12 +8160,6 @@ class Mender:
             if is_enough(seen) or monotonic() >= deadline:
                 return seen
 
-    @property
-    def _limit(self) -> float:
-        """Return the seconds after which a step was without effect."""
-        interval: float = self._view["health"]["interval"]
-        return max(FOLLOWS_WITHIN, 4 * interval)
-
     def _has_followed(self, step: Step, seen: Situation) -> bool:
         """Return whether a step has helped, or is seen not to be enough."""
         if step is Step.WAIT:
@@ -8149,17 +8173,6 @@ class Mender:
             return isinstance(further, End) and further.is_well
         return True
 
-    def _rows_hit(self, step: Step) -> list[View]:
-        """Return the rows of the chips that a step concerns, this one first."""
-        row = row_of(self._view, self._bdf)
-        if step is Step.LOAD:
-            return [row, *(each for each in self._view["chips"] if each is not row)]
-        return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
-
-    def _pods_hit(self, step: Step) -> list[Sequence[str]]:
-        """Return the pods of each of these chips."""
-        return [pods_of(row) for row in self._rows_hit(step)]
-
     # Lines and questions
 
     def _say(self, text: str) -> None:
@@ -8167,7 +8180,7 @@ class Mender:
 
     def _show(self, seen: Situation) -> None:
         """Print how the chip is, and who uses it."""
-        row = row_of(self._view, self._bdf)
+        row = seen.row
         state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
             state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
@@ -8178,7 +8191,7 @@ class Mender:
         """Print the effect of a step, and whom else it affects."""
         step = plan.step
         assert isinstance(step, Step)
-        rows = self._rows_hit(step)
+        rows = _rows_hit(step, seen)
         row, *others = rows
 
         if step is Step.LOAD:
@@ -8267,7 +8280,11 @@ class Mender:
         return path, ""
 
     async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step. An error of the kernel is printed; raises OSError if nothing was done."""
+        """Take a step, and note whose pods it has hit.
+
+        An error of the kernel is printed, as the next look shows what has become of the chip;
+        raises OSError if nothing can have been done.
+        """
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
         hit = [] if step in COSTS_NOTHING else plan.pods
@@ -8284,20 +8301,20 @@ class Mender:
                 self._act(step, seen, program)
 
         except OSError as error:
-            # Root's rights are missing, or a program cannot be run: nothing was done.
+            # Root's rights are missing, or a program cannot be run.
             if isinstance(error, PermissionError) or program:
                 hit = []
                 raise
             self._say(_text_of(error))
-        finally:
+        finally:  # an interrupted reset has hit them, too
             self._hit |= dict.fromkeys(chain(*hit))
 
         if step is Step.RESET:
-            self._look()
-            self._hit |= dict.fromkeys(chain(*self._pods_hit(step)))  # as one can have come since
+            # Another pod can have got a chip during the reset.
+            self._hit |= dict.fromkeys(chain(*_pods_hit(step, self._look())))
 
     def _act(self, step: Step, seen: Situation, program: str) -> None:
-        """Take a step that an interrupt does not end; raises OSError."""
+        """Take a step that an interrupt does not end: WAIT does nothing; raises OSError."""
         bdf = self._bdf
         bus = f"{self._settings.sysfs_root}/bus/pci"
         driver = f"{bus}/drivers/{DRIVER}"

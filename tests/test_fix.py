@@ -54,7 +54,7 @@ def seen(
 ) -> Situation:
     """A chip with the driver and a fault that the daemon has seen for so many seconds."""
     fault = Fault(kind, "it is ill") if kind else None
-    return Situation(function, fault=fault, now=1e9, since=1e9 - lasts, **more)
+    return Situation(function, {}, fault=fault, now=1e9, since=1e9 - lasts, **more)
 
 
 REBOUND = frozenset({Step.REBIND})
