@@ -6465,6 +6465,8 @@ class MetricsServer:
 #                       pods; at each poll, and at least every ROUND seconds
 #     while a pod       pods' cgroups, every START_INTERVAL seconds
 #     waits or starts
+#     while the list    pods' cgroups, every HELD_INTERVAL seconds
+#     depends on holds
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -6615,7 +6617,7 @@ def _listen_for_root(path: str) -> socket.socket:
 
 
 def _has_same_devices(decision: Decision, other: Decision) -> bool:
-    """Return whether only pods differ: who holds which chips, and their names."""
+    """Return whether files for others have the same texts: no hold or name of a pod is in them."""
     one, two = decision.observation, other.observation
     is_same_host = (one.driver, one.mounts) == (two.driver, two.mounts)
     return is_same_host and decision.offer is other.offer
@@ -6774,7 +6776,7 @@ class Daemon:
     async def _turn(self, now: float) -> None:
         """Reload the configuration if that is wanted, and reconcile.
 
-        A reload ends, for systemd, only when the daemon has applied it.
+        A reload ends, for systemd, only after the attempt to apply it.
         """
         is_reload = self._wants_reload
         # Before READY=1, systemd expects no RELOADING=1.
@@ -6792,25 +6794,29 @@ class Daemon:
 
     async def _reconcile(self, now: float) -> None:
         """Observe, decide, apply. If a file cannot be read, the next turn begins with a scan."""
-        is_round = self._is_round(now)
+        host = self.host
+        is_poll = now - host.polled_at >= host.settings.health.interval
+        is_round = is_poll or now - self._round_at >= ROUND
         try:
             self._directory.check()
-            self.host.waits_for_directory = self._directory.problem
-            self._observe(now, is_round=is_round)
+            host.waits_for_directory = self._directory.problem
+            self._observe(now, is_poll=is_poll, is_round=is_round)
 
-            # After a failure all chips are read again before anything is applied.
-            if self._is_failing and not self.host.readers.is_settled(now):
+            # At the start and after a failure, nothing is applied before all chips have been read.
+            is_reading_again = self._is_failing and not host.readers.is_settled(now)
+            if self._stage is Stage.SCANNING or is_reading_again:
                 return
 
-            # What has failed can have kept sessions from registering, too: descriptors, memory.
+            # What failed can have kept sessions from registering, too: descriptors, memory.
             is_disturbed = self._directory.take_changes() or self._is_failing
-            if self._is_failing:
-                log.info("the node's state can be read again")
-                self.host.note_problem(UNREADABLE_HOST, None)
-            self._is_failing = False
+            decision = await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
 
-            if self._stage is not Stage.SCANNING:
-                await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
+            if self._is_failing:  # not before: what has failed can be a part of _apply()
+                self._is_failing = False
+                log.info("the node's state can be read again")
+                host.note_problem(UNREADABLE_HOST, None)
+            waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
+            self._manager.show(waiting or self._reporter.status(decision))
 
         except DirectoryError as error:
             self._exit(*error.args)
@@ -6820,7 +6826,7 @@ class Daemon:
                 self._note_failure(error)
             self._is_failing = True
             self._must_scan = True
-            self.host.scanned_at = -inf
+            host.scanned_at = -inf
             return
 
         if is_round:
@@ -6835,18 +6841,9 @@ class Daemon:
         applied = self.host.applied
         self._manager.show(self._reporter.status(applied) if applied else str(reason))
 
-    def _is_round(self, now: float) -> bool:
-        """Return whether it is time to look at everything that sends no events."""
-        return self._is_poll(now) or now - self._round_at >= ROUND
-
-    def _is_poll(self, now: float) -> bool:
-        """Return whether it is time to read all chips, and to count missing heartbeats."""
-        return now - self.host.polled_at >= self.host.settings.health.interval
-
-    def _observe(self, now: float, *, is_round: bool) -> None:
+    def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
         host = self.host
-        is_poll = self._is_poll(now)
         if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
             self._must_scan = False
             host.read_chips(is_poll=is_poll)
@@ -6856,11 +6853,10 @@ class Daemon:
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = bool(host.waiting_starts) or host.holds.is_awaiting_containers
-        if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
+        look = is_round or is_starting or now - self._looked_at >= HELD_INTERVAL
+        if look:
             self._looked_at = now
-            host.refresh_holds(now, look=True)
-        else:
-            host.refresh_holds(now)
+        host.refresh_holds(now, look=look)
         if is_round:
             host.holds.note_ended_pods()
 
@@ -6868,14 +6864,16 @@ class Daemon:
             self._stage = Stage.BINDING
             self._binding_since = now
 
-    async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
-        """Bring directories, sessions, log, files and status in line with the decision."""
+    async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> Decision:
+        """Decide, and bring directories, sessions, log and files in line with the decision."""
         host = self.host
         former, decision = host.applied, host.decide(now)
         has_same_devices = former is not None and _has_same_devices(decision, former)
 
         if is_round or not has_same_devices:
             self._put_directories_right(decision)
+        # Nothing may be awaited before: this decision does not know of an answer that is given
+        # meanwhile, so its directory would be removed.
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
 
@@ -6903,9 +6901,7 @@ class Daemon:
         if is_round:
             self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
-
-        waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
-        self._manager.show(waiting or self._reporter.status(decision))
+        return decision
 
     def _put_directories_right(self, decision: Decision) -> None:
         """Make the directories that holds name, if they are missing; Allocate makes new ones."""
@@ -6922,14 +6918,16 @@ class Daemon:
         """Remove the directories that no hold names, as many as one turn can."""
         host = self.host
 
-        # Pods of a former daemon can have left theirs.
+        # Locks are looked for in what the configuration names: a former daemon's pods can have left
+        # some, and no hold names their directory.
         for resource in decision.resources.values():
             if locks := lock_path(resource, resource.devices, host.settings):
                 host.directories.note_locks(locks)
 
         try:
+            unnamed = host.unnamed_directories(decision, now)
             steps = RemovalSteps(seconds=STEPS_TAKE)
-            host.directories.clear(host.unnamed_directories(decision, now), (), now, steps)
+            host.directories.clear(unnamed, left_behind=(), now=now, steps=steps)
             self._must_tidy = False
         except OutOfSteps:
             self._must_tidy = True
@@ -6997,6 +6995,7 @@ class Daemon:
             log.warning("%s: no device file; starting without it", ", ".join(missing))
         self._stage = Stage.READY
         log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
+        # `systemctl start` ends with READY=1, and shows the status that is there by then.
         self._manager.show(self._reporter.status(decision))
         self._manager.notify("READY=1")
         return None
