@@ -7033,7 +7033,7 @@ WIDTH = 110  # columns of `list`, at most
 VIEW_MAX = 64 << 20  # bytes
 HELP_WIDTH = 80
 
-# Columns of `list` by keys of its rows.
+# Columns of `list` that show a value of its rows; _cells() adds HEALTH and USED BY.
 COLUMNS = {
     "N": "index",
     "ADDRESS": "bdf",
@@ -7512,7 +7512,7 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         yield from wrapped(f"{bdf}: not supported: {UNSUPPORTED}", "", width)
 
     if rows:
-        in_use = sum(1 for row in rows if _used_by(row) not in ("-", "?"))
+        in_use = sum(1 for row in rows if users_of(row))
         unhealthy = len(view["faults"])
         yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
@@ -8401,7 +8401,7 @@ class Checks:
 
     def __init__(self, settings: Settings, problem: str | None) -> None:
         """`problem`: of the configuration, whose file is ignored in the settings then."""
-        self._problem = problem
+        self._config_problem = problem
         self._view, self._service_problem = get_view(settings, is_valid=problem is None)
 
         # Variables of the service's unit are not this command's: the service knows its files, and
@@ -8415,7 +8415,7 @@ class Checks:
         yield from self._driver()
         yield from self._chips()
         yield from self._hugepages()
-        yield from self._mounts_and_locks()
+        yield from self._directories()
         yield from self._cdi_file()
         yield from self._other_files()
         yield from self._kubelet()
@@ -8425,11 +8425,11 @@ class Checks:
     def _service(self) -> Findings:
         """Check that the service runs, with this configuration, and can serve pods."""
         service, problem = self._view["service"], self._service_problem
-        if problem is NOT_RUNNING and self._problem:
+        if problem is NOT_RUNNING and self._config_problem:
             yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
         elif problem:
             yield Finding(problem.level, "service", problem.text, problem.command)
-        elif service["rejected"] and not self._problem:
+        elif service["rejected"] and not self._config_problem:
             command = "systemctl reload tt-device-plugin"
             yield Finding("FAIL", "service", service["rejected"], command)
         else:
@@ -8437,7 +8437,7 @@ class Checks:
             text = f"{self._view['version']} is running"
             if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
                 text += f", {REGISTERED_TEXT}"
-            if self._problem:
+            if self._config_problem:
                 text += "; it cannot start again with this configuration"
             yield Finding("ok", "service", text)
 
@@ -8471,7 +8471,7 @@ class Checks:
             yield Finding("warn", "chips", "none found")
 
         for addresses, problem, command in _faults(self._view):
-            if command != LOAD_DRIVER or self._view["driver"]:  # else the driver's line has it
+            if command != LOAD_DRIVER:  # which the driver's line has
                 yield self._unhealthy(addresses, problem, command)
 
         for row in rows:
@@ -8569,10 +8569,6 @@ class Checks:
             text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
             yield Finding("ok", "hugepages", text)
 
-        service = self._view["service"] or {}
-        for path, (reason, command) in service.get("resisting", {}).items():
-            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
-
     def _lack_hugetlbfs(self, mounts: str) -> bool:
         """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
 
@@ -8583,8 +8579,12 @@ class Checks:
         is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
         return settings.hugepages != "none" and not is_replaced and not is_mounted
 
-    def _mounts_and_locks(self) -> Findings:
-        """Check the directories on the host that containers are to get."""
+    def _directories(self) -> Findings:
+        """Check the directories on the host that containers are to get, or have left."""
+        service = self._view["service"] or {}
+        for path, (reason, command) in service.get("resisting", {}).items():
+            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
+
         for mount in self._settings.mounts:
             if not exists(mount.host):
                 text = f"{mount.host} does not exist; pods with devices cannot start"
