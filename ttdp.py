@@ -6672,8 +6672,7 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
-        # Texts of files for others, by path; None: out of date, as the devices have changed.
-        self._texts: dict[str, str | None] | None = None
+        self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
         self._is_failing = False  # the last observation has failed
@@ -6891,12 +6890,12 @@ class Daemon:
         host.applied = decision  # if anything before has failed, the next turn repeats it
 
         # The readings that an event has caused can change the devices once more.
-        if not has_same_devices:
-            self._texts = None
-        can_write = is_round or (self._texts is None and host.readers.is_settled(monotonic()))
-        if can_write:
+        self._must_write |= not has_same_devices
+        writes = is_round or (self._must_write and host.readers.is_settled(monotonic()))
+        if writes:
+            self._must_write = False
             self._write_files(decision)
-        if can_write or now >= host.save_by:
+        if writes or now >= host.save_by:
             host.save_state()
         if is_round:
             self._ask_for_names(decision, now)
@@ -6933,16 +6932,15 @@ class Daemon:
             self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
-        """Write the files for others, with new texts if the devices have changed."""
-        host, settings = self.host, self.host.settings
-        if self._texts is None:
-            self._texts = {}
-            if settings.cdi_dir:
-                self._texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
-            if settings.labels_dir:
-                self._texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
+        """Write the files for others, unless they are as they should be."""
+        settings = self.host.settings
+        texts: dict[str, str | None] = {}  # by path; None: no file
+        if settings.cdi_dir:
+            texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
+        if settings.labels_dir:
+            texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
 
-        host.files.keep(self._texts, unmanaged=[settings.metrics_file])
+        self.host.files.keep(texts, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
 
     def _check_cdi_file(self) -> None:
