@@ -6801,21 +6801,11 @@ class Daemon:
             host.waits_for_directory = self._directory.problem
             self._observe(now, is_poll=is_poll, is_round=is_round)
 
-            # At the start and after a failure, nothing is applied before all chips have been read.
-            is_reading_again = self._is_failing and not host.readers.is_settled(now)
-            if self._stage is Stage.SCANNING or is_reading_again:
+            # After a failure all chips are read again before anything is applied.
+            if self._is_failing and not host.readers.is_settled(now):
                 return
-
-            # What failed can have kept sessions from registering, too: descriptors, memory.
-            is_disturbed = self._directory.take_changes() or self._is_failing
-            decision = await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
-
-            if self._is_failing:  # not before: what has failed can be a part of _apply()
-                self._is_failing = False
-                log.info("the node's state can be read again")
-                host.note_problem(UNREADABLE_HOST, None)
-            waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
-            self._manager.show(waiting or self._reporter.status(decision))
+            if self._stage is not Stage.SCANNING:
+                await self._apply(now, is_round=is_round)
 
         except DirectoryError as error:
             self._exit(*error.args)
@@ -6863,8 +6853,8 @@ class Daemon:
             self._stage = Stage.BINDING
             self._binding_since = now
 
-    async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> Decision:
-        """Decide, and bring directories, sessions, log and files in line with the decision."""
+    async def _apply(self, now: float, *, is_round: bool) -> None:
+        """Bring directories, sessions, log, files and status in line with the decision."""
         host = self.host
         former, decision = host.applied, host.decide(now)
         has_same_devices = former is not None and _has_same_devices(decision, former)
@@ -6876,6 +6866,8 @@ class Daemon:
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
 
+        # What failed can have kept sessions from registering, too: descriptors, memory.
+        is_disturbed = self._directory.take_changes() or self._is_failing
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
@@ -6900,7 +6892,13 @@ class Daemon:
         if is_round:
             self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
-        return decision
+
+        if self._is_failing:  # not before: what has failed can be a part of the above
+            self._is_failing = False
+            log.info("the node's state can be read again")
+            host.note_problem(UNREADABLE_HOST, None)
+        waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
+        self._manager.show(waiting or self._reporter.status(decision))
 
     def _put_directories_right(self, decision: Decision) -> None:
         """Make the directories that holds name, if they are missing; Allocate makes new ones."""
@@ -7368,12 +7366,12 @@ def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProble
 
 
 def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
-    """Return the view of the daemon that has these roots and this directory.
+    """Return the view of the service, if it has the same roots and kubelet's directory.
 
-    If the configuration is not valid at present, the daemon runs on with the last valid one: any
-    daemon's view will do.
+    If the configuration is not valid at present, the service runs on with the last valid one, which
+    can have others: its view will do.
     """
-    # The variable can be that of another service, from whose shell this command was started.
+    # $RUNTIME_DIRECTORY can be another service's, from whose shell this command was started.
     for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
         answer = ask(f"{directory}/{STATUS_SOCKET}")
         if answer is NOT_RUNNING:
@@ -7402,14 +7400,13 @@ def ask(path: str) -> View | ServiceProblem:
             return ServiceProblem("FAIL", text, LOG_COMMAND)
         view: View = json.loads(content)
 
-        version = view["version"]
-        is_complete = version != __version__ or view.keys() >= VIEW_KEYS
-        if not isinstance(version, str) or not is_complete:
-            raise ValueError
+        version = view["version"]  # of another one, no other key is known
+        is_view = isinstance(version, str) and (version != __version__ or view.keys() >= VIEW_KEYS)
+        if not is_view:
+            raise ValueError("not a view")
 
-    # A daemon that was killed leaves its socket, which refuses connections.
     except (FileNotFoundError, ConnectionRefusedError):
-        return NOT_RUNNING
+        return NOT_RUNNING  # a daemon that was killed leaves its socket
     except PermissionError:
         text = f"cannot be reached (permission denied: {path}); run this command as root"
         return ServiceProblem("warn", text)
