@@ -6606,7 +6606,7 @@ def _listen_for_root(path: str) -> socket.socket:
 
     A daemon of another directory, started by hand, does not take the socket of the service.
     """
-    if not connection_error(path):
+    if not connection_error(path):  # somebody answers
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if_exists(os.unlink, path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -6815,7 +6815,7 @@ class Daemon:
                 self._note_failure(error)
             self._is_failing = True
             self._must_scan = True
-            host.scanned_at = -inf
+            host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
             return
 
         if is_round:
@@ -8399,8 +8399,9 @@ class Checks:
         self._config_problem = problem
         self._view, self._service_problem = get_view(settings, is_valid=problem is None)
 
-        # Variables of the service's unit are not this command's: the service knows its files, and
-        # with an invalid configuration also its directories.
+        # The settings are those of this command, except for what only the service knows: it can
+        # have its files from variables of its unit, and with an invalid configuration also roots
+        # and directory. A single look's view has those of this command.
         of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 

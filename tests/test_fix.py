@@ -410,6 +410,7 @@ async def test_each_step_mends_what_it_is_for(host: FixHost, row: str) -> None:
     assert first.startswith(f"{SECOND} (n150): ") and "(since " in first
     assert healthy == f"{SECOND} (n150): healthy; not in use"
     assert last == "nothing more needs to be done"
+    assert ("driver_override keeps it for vfio-pci" in answer.out) == ("reserved" in row)
     assert host.daemon.chip(SECOND).fault is None and host.daemon.chip(other.bdf).fault is None
 
 
