@@ -8609,18 +8609,18 @@ class Checks:
     def _cdi_file(self) -> Findings:
         """Compare the CDI file with the device files."""
         settings, path = self._settings, self._cdi_path
-        nodes = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
-        is_needed = settings.device_list_strategy == "cdi"
-        is_expected = bool(nodes) and (is_needed or isdir(settings.cdi_dir))
-        if not settings.cdi_dir or not (is_expected or os.path.lexists(path)):
+        if not settings.cdi_dir:
             return
 
+        files = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
         why = self._file_problems.get(path) or "is the service running?"
         command = file_command(path, why)
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
-            if nodes:
+            # Without the directory no runtime looks for it, but pods may depend on it.
+            is_needed = isdir(settings.cdi_dir) or settings.device_list_strategy == "cdi"
+            if files and is_needed:
                 yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
             return
         except (OSError, ValueError) as error:
@@ -8628,8 +8628,8 @@ class Checks:
             yield Finding("FAIL", "CDI", f"{path} cannot be read: {reason}")
             return
 
-        bdfs = described.keys() | nodes
-        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
+        bdfs = described.keys() | files
+        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != files.get(bdf)):
             text = f"{path} is out of date for {abbreviate(stale)}; {why}"
             yield Finding("FAIL", "CDI", text, command)
         else:
