@@ -7233,9 +7233,11 @@ def run_daemon(flags: Flags) -> int:
 
 def run_command(command: str, options: argparse.Namespace) -> int:
     """Run a command that shows something; return its exit status. Raises ConfigError."""
-    # An interrupt or a closed pipe ends the command without a traceback.
-    for number in (signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
+    # An interrupt or a closed pipe ends the command without a traceback. The shell has a command in
+    # the background of a script ignore the terminal's Ctrl-C.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
 
     # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
@@ -8046,7 +8048,7 @@ class Mender:
         task = asyncio.current_task()
         assert task
         for number in INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
         try:

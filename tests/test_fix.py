@@ -1020,15 +1020,24 @@ async def test_an_interrupt_counts_after_a_step(
     assert chip.ordinal is not None
 
 
-async def test_a_hangup_is_no_interrupt_where_it_is_ignored(host: FixHost) -> None:
-    """As with nohup, whose program goes on when the session has ended."""
+@pytest.mark.parametrize(
+    ("starter", "number"),
+    [
+        (["nohup"], signal.SIGHUP),
+        (["sh", "-c", 'trap "" INT; exec "$@"', "sh"], signal.SIGINT),  # as `&` in a script
+    ],
+)
+async def test_a_signal_that_is_ignored_is_no_interrupt(
+    host: FixHost, starter: list[str], number: int
+) -> None:
+    """The program goes on when the session has ended, or the script is interrupted."""
     dead = await host.dead()
-    command = ["nohup", *PROGRAM, "fix", dead.bdf, "--yes", *host.flags]
+    command = [*starter, *PROGRAM, "fix", dead.bdf, "--yes", *host.flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env=environment() | host.environ,
     )  # fmt: skip
-    host.controls.before = lambda call: process.send_signal(signal.SIGHUP)
+    host.controls.before = lambda call: process.send_signal(number)
 
     assert await process.wait() == 0
     assert host.controls.calls == [RESET]
