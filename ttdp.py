@@ -7197,10 +7197,9 @@ def _unrecognized(words: Sequence[str], command: str) -> str:
     if not flag.startswith("--"):
         return text
 
-    option = flag[2:].replace("-", "_")
-    if others := [name for name, each in COMMANDS.items() if option in each.options]:
+    if others := [name for name, each in COMMANDS.items() if flag in map(flag_of, each.options)]:
         return f"{flag} is valid only with {either(others)}"
-    near = nearest(option, COMMANDS[command].options)
+    near = nearest(flag[2:].replace("-", "_"), COMMANDS[command].options)
     return f"{text}; did you mean {flag_of(near)}?" if near else text
 
 
