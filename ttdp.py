@@ -6675,7 +6675,7 @@ class Daemon:
         self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
-        self._is_failing = False  # the last observation has failed
+        self._is_failing = False  # the last turn could not observe, or not apply
         self._exit_status: int | None = None
 
     async def run(self) -> int:
@@ -7401,7 +7401,7 @@ def ask(path: str) -> View | ServiceProblem:
             return ServiceProblem("FAIL", text, LOG_COMMAND)
         view: View = json.loads(content)
 
-        version = view["version"]  # of another one, no other key is known
+        version = view["version"]  # of another version no other key is known
         is_view = isinstance(version, str) and (version != __version__ or view.keys() >= VIEW_KEYS)
         if not is_view:
             raise ValueError("not a view")
