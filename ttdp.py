@@ -7703,22 +7703,23 @@ class Situation(NamedTuple):
         return self.now - (self.since or 0.0) if is_known else inf
 
     @property
+    def structural_fault(self) -> Fault | None:
+        """Return the fault that sysfs and /dev show, earlier than the daemon."""
+        return Chip(self.function).fault
+
+    @property
     def present_fault(self) -> Fault | None:
-        """Return the fault; sysfs shows earlier than the daemon that one begins, or has ended."""
-        shown = Chip(self.function).fault
-        if shown is None and self.fault and self.fault.kind in STRUCTURAL:
+        """Return the fault by sysfs, else by the daemon; of one that is over, what it waits for."""
+        if self.structural_fault is None and self.fault and self.fault.kind in STRUCTURAL:
             return self.fault._replace(text=WAITING)
-        return shown or self.fault
+        return self.structural_fault or self.fault
 
     @property
     def is_current(self) -> bool:
         """Return whether the daemon has seen what sysfs shows."""
-        shown = Chip(self.function).fault
-        if self.outdated:
-            return False
-        if shown:
-            return self.fault is not None and self.fault.kind is shown.kind
-        return self.fault is None or self.fault.kind not in STRUCTURAL
+        shown = self.structural_fault.kind if self.structural_fault else None
+        known = self.fault.kind if self.fault and self.fault.kind in STRUCTURAL else None
+        return shown is known and not self.outdated
 
 
 def next_step(seen: Situation) -> Step | End:
