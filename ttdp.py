@@ -6483,11 +6483,15 @@ STATUS_SOCKET = "status.sock"  # in the runtime directory
 class Reporter:
     """Reports to those who ask: Prometheus, `list` and `check`."""
 
-    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
+    def __init__(
+        self, host: Host, sessions: KubeletSessions, note_failure: Callable[[OSError], None]
+    ) -> None:
+        """`note_failure`: called if the chips cannot be looked at for a report."""
         self.metrics = SharedText(self._render_metrics)
         self._view = SharedText(self._render_view)
         self._host = host
         self._sessions = sessions
+        self._note_failure = note_failure
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
@@ -6545,10 +6549,7 @@ class Reporter:
 
     async def _render_metrics(self) -> str | None:
         """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        try:
-            await self._read_details(METRICS_INTERVAL)
-        except OSError:  # the loop meets the same error at its next poll, and logs it
-            return None
+        await self._read_details(METRICS_INTERVAL)
         if UNREADABLE_HOST in self._host.problems:
             return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
@@ -6559,8 +6560,7 @@ class Reporter:
     async def _render_view(self) -> str:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
-        with suppress(OSError):
-            await self._read_details(0.0)
+        await self._read_details(0.0)
         host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
@@ -6579,16 +6579,16 @@ class Reporter:
             await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they were within `max_age` seconds.
-
-        Raises OSError.
-        """
+        """Have sensors and processes read, unless they were within `max_age` seconds."""
         await self._await_reads()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
-            self._host.read_chips(is_poll=False, details=True)
-            self._details_at = now
-            self._host.wake()  # the scan can have found what no event has reported
+            try:
+                self._host.read_chips(is_poll=False, details=True)
+                self._details_at = now
+            except OSError as error:
+                self._note_failure(error)
+            self._host.wake()  # the scan can have found what no event has reported, or has failed
             await self._await_reads()
 
     async def _await_reads(self) -> None:
@@ -6660,7 +6660,7 @@ class Daemon:
         wake = self._wake.set
         self.host = Host(settings, wake)
         self.sessions = KubeletSessions(Allocator(self.host), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.host, self.sessions)
+        self._reporter = Reporter(self.host, self.sessions, self._note_failure)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(self._scan_soon)
         self._pod_resources = PodResources(self._apply_names)
@@ -6811,11 +6811,7 @@ class Daemon:
             self._exit(*error.args)
 
         except OSError as error:
-            if not self._is_failing:
-                self._note_failure(error)
-            self._is_failing = True
-            self._must_scan = True
-            host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
+            self._note_failure(error)
             return
 
         if is_round:
@@ -6824,11 +6820,17 @@ class Daemon:
         self._manager.feed_watchdog()
 
     def _note_failure(self, error: OSError) -> None:
-        """Report that the last state is old from now on."""
-        reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
-        self.host.note_problem(UNREADABLE_HOST, reason)
-        applied = self.host.applied
-        self._manager.show(self._reporter.status(applied) if applied else str(reason))
+        """Report that the last state is old from now on, and have the next turn scan."""
+        host = self.host
+        if not self._is_failing:
+            reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
+            host.note_problem(UNREADABLE_HOST, reason)
+            applied = host.applied
+            self._manager.show(self._reporter.status(applied) if applied else str(reason))
+
+        self._is_failing = True
+        self._must_scan = True
+        host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
 
     def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
@@ -6867,7 +6869,8 @@ class Daemon:
             self._remove_directories(decision, now)
 
         # What failed can have kept sessions from registering, too: descriptors, memory.
-        is_disturbed = self._directory.take_changes() or self._is_failing
+        was_failing = self._is_failing
+        is_disturbed = self._directory.take_changes() or was_failing
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
@@ -6893,7 +6896,7 @@ class Daemon:
             self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
 
-        if self._is_failing:  # not before: what has failed can be a part of the above
+        if was_failing:  # not before: what has failed can be a part of the above
             self._is_failing = False
             log.info("the node's state can be read again")
             host.note_problem(UNREADABLE_HOST, None)

@@ -321,6 +321,25 @@ async def test_every_output_says_that_the_last_state_is_old(served: Served, at_s
     assert await daemon.metrics()
 
 
+async def test_a_reader_finds_first_that_the_node_cannot_be_read(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An hour before the next poll: nobody is shown the last state as the present one."""
+    (chip,) = served.node.add("n150")
+    daemon = await served.serve(N150, interval=3600)
+    chip.fail("numa_node")
+
+    text = "cannot read the node's state; keeping the last one: "
+    listed = await served.ask("list")
+    assert listed.err.startswith(text) and listed.status == 1
+    assert await daemon.metrics() is None
+    assert len([line for line in caplog.messages if text in line]) == 1
+
+    chip.restore("numa_node")
+    await until(lambda: not daemon.host.problems)
+    assert (await served.ask("list")).status == 0 and await daemon.metrics()
+
+
 # -- the kubelet's directory -----------------------------------------------------------------------
 
 
