@@ -6623,6 +6623,25 @@ def _has_same_devices(decision: Decision, other: Decision) -> bool:
     return is_same_host and decision.offer is other.offer
 
 
+def _chips_to_list(decision: Decision) -> list[str]:
+    """Return the chips that the loaded driver can bind, but that are not listed yet.
+
+    systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be ended
+    (UnexpectedAdmissionError).
+    """
+    observation = decision.observation
+    if observation.driver is None:
+        return []
+
+    missing = []
+    for bdf, chip in decision.chips.items():
+        if chip.is_listed or chip.function.file_fault or bdf in observation.settings.exclude:
+            continue
+        if driver_can_bind(chip.function):
+            missing.append(bdf)
+    return missing
+
+
 def directory_problem(error: OSError) -> Reason:
     """Return why a directory of a hold cannot be used, and the command that helps."""
     problem = f"directory for containers cannot be used: {error.filename}: {error.strerror}"
@@ -6967,23 +6986,15 @@ class Daemon:
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
         """Notify READY=1 once all is served. While it waits for the driver, return that status."""
-        settings = self.host.settings
-        version = decision.observation.driver
-        driver = f"driver {version or 'is not loaded'}"
-        present = pluralize(len(self.host.inventory.present), "chip")
-
-        # systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be
-        # ended (UnexpectedAdmissionError).
-        missing = []
-        for bdf, chip in decision.chips.items():
-            if chip.is_listed or chip.function.file_fault or bdf in settings.exclude:
-                continue
-            if version and driver_can_bind(chip.function):
-                missing.append(bdf)
+        missing = _chips_to_list(decision)
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
 
-        if settings.fail_on_init_error and (version is None or not decision.resources):
+        version = decision.observation.driver
+        driver = f"driver {version or 'is not loaded'}"
+        present = pluralize(len(self.host.inventory.present), "chip")
+        is_unfit = version is None or not decision.resources
+        if self.host.settings.fail_on_init_error and is_unfit:
             none = "" if decision.resources else "; no device to offer"
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}{none}")
             return None
