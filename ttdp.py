@@ -7042,6 +7042,7 @@ RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
 WIDTH = 110  # columns of `list`, at most
 VIEW_MAX = 64 << 20  # bytes
 HELP_WIDTH = 80
+CANNOT_LOOK = "cannot look at this node: %s"  # with the reason of an OSError
 
 # Columns of `list` that show a value of its rows; _cells() adds HEALTH and USED BY.
 COLUMNS = {
@@ -7266,7 +7267,7 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         if command == "check":
             findings = check_configuration(problem, unknown_variables(os.environ))
             if not options.config_only:
-                findings = chain(findings, Checks(settings, problem).findings())
+                findings = chain(findings, check_node(settings, problem))
             return print_findings(findings, is_quiet=options.quiet)
 
         if problem:
@@ -7277,7 +7278,7 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
     except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error("cannot look at this node: %s", _text_of(error))
+        log.error(CANNOT_LOOK, _text_of(error))
         return 1
 
 
@@ -8392,6 +8393,14 @@ def check_configuration(problem: str | None, warnings: Iterable[str]) -> Finding
         yield Finding("ok", "configuration", "valid")
     for warning in warnings:
         yield Finding("warn", "configuration", warning)
+
+
+def check_node(settings: Settings, problem: str | None) -> Findings:
+    """Yield all other findings, or the reason why there are no more; see Checks."""
+    try:
+        yield from Checks(settings, problem).findings()
+    except OSError as error:
+        yield Finding("FAIL", UNREADABLE_HOST, CANNOT_LOOK % _text_of(error))
 
 
 def file_command(path: str, problem: str) -> str:

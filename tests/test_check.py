@@ -105,6 +105,21 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
     assert (only.findings, only.status) == ([("FAIL", "configuration", problem)], 1)
 
 
+def test_a_node_that_cannot_be_looked_at_fails_beside_what_is_known(host: Host) -> None:
+    """What reads only this output has the reason, too."""
+    file = host.configure("log_level = 'loud'")
+    devices = host.node.root / "sys/bus/pci/devices"
+    devices.chmod(0)
+
+    answer = host.run_as_process("check", f"--config-file={file}", as_other=True)
+
+    devices.chmod(0o755)
+    configuration, node = answer.findings
+    assert configuration[:2] == ("FAIL", "configuration")
+    reason = f"cannot look at this node: {devices}/: Permission denied"
+    assert (node, answer.status, answer.err) == (("FAIL", "node", reason), 1, "")
+
+
 def test_a_variable_that_only_the_file_makes_valid_is_valid(host: Host) -> None:
     """The service runs with both, so the package's script must not reject the variable alone."""
     domain = {"TTDP_RESOURCE_DOMAIN": "3d.example"}
