@@ -6469,6 +6469,8 @@ class MetricsServer:
 #                       pods; at each poll, and at least every ROUND seconds
 #     while a pod       pods' cgroups, every START_INTERVAL seconds
 #     starts
+#     while the list    pods' cgroups, every HELD_INTERVAL seconds
+#     depends on holds
 
 ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
@@ -6485,11 +6487,15 @@ STATUS_SOCKET = "status.sock"  # in the runtime directory
 class Reporter:
     """Reports to those who ask: Prometheus, `list` and `check`."""
 
-    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
+    def __init__(
+        self, host: Host, sessions: KubeletSessions, note_failure: Callable[[OSError], None]
+    ) -> None:
+        """`note_failure`: called if the chips cannot be looked at for a report."""
         self.metrics = SharedText(self._render_metrics)
         self._view = SharedText(self._render_view)
         self._host = host
         self._sessions = sessions
+        self._note_failure = note_failure
         self._started = time.time()
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
@@ -6547,10 +6553,7 @@ class Reporter:
 
     async def _render_metrics(self) -> str | None:
         """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        try:
-            await self._read_details(METRICS_INTERVAL)
-        except OSError:  # the loop meets the same error at its next poll, and logs it
-            return None
+        await self._read_details(METRICS_INTERVAL)
         if UNREADABLE_HOST in self._host.problems:
             return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
@@ -6561,8 +6564,7 @@ class Reporter:
     async def _render_view(self) -> str:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
-        with suppress(OSError):
-            await self._read_details(0.0)
+        await self._read_details(0.0)
         host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
         decision = host.decide(monotonic())
 
@@ -6581,16 +6583,16 @@ class Reporter:
             await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
     async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they were within `max_age` seconds.
-
-        Raises OSError.
-        """
+        """Have sensors and processes read, unless they were within `max_age` seconds."""
         await self._await_reads()  # chips that are being read would be left out
         now = monotonic()
         if now - self._details_at >= max_age:
-            self._host.read_chips(is_poll=False, details=True)
-            self._details_at = now
-            self._host.wake()  # the scan can have found what no event has reported
+            try:
+                self._host.read_chips(is_poll=False, details=True)
+                self._details_at = now
+            except OSError as error:
+                self._note_failure(error)
+            self._host.wake()  # the scan can have found what no event has reported, or has failed
             await self._await_reads()
 
     async def _await_reads(self) -> None:
@@ -6608,7 +6610,7 @@ def _listen_for_root(path: str) -> socket.socket:
 
     A daemon of another directory, started by hand, does not take the socket of the service.
     """
-    if not connection_error(path):
+    if not connection_error(path):  # somebody answers
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if_exists(os.unlink, path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -6619,10 +6621,29 @@ def _listen_for_root(path: str) -> socket.socket:
 
 
 def _has_same_devices(decision: Decision, other: Decision) -> bool:
-    """Return whether only pods differ: who holds which chips, and their names."""
+    """Return whether files for others have the same texts: no hold or name of a pod is in them."""
     one, two = decision.observation, other.observation
     is_same_host = (one.driver, one.mounts) == (two.driver, two.mounts)
     return is_same_host and decision.offer is other.offer
+
+
+def _chips_to_list(decision: Decision) -> list[str]:
+    """Return the chips that the loaded driver can bind, but that are not listed yet.
+
+    systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be ended
+    (UnexpectedAdmissionError).
+    """
+    observation = decision.observation
+    if observation.driver is None:
+        return []
+
+    missing = []
+    for bdf, chip in decision.chips.items():
+        if chip.is_listed or chip.function.file_fault or bdf in observation.settings.exclude:
+            continue
+        if driver_can_bind(chip.function):
+            missing.append(bdf)
+    return missing
 
 
 def directory_problem(error: OSError) -> Reason:
@@ -6662,7 +6683,7 @@ class Daemon:
         wake = self._wake.set
         self.host = Host(settings, wake)
         self.sessions = KubeletSessions(Allocator(self.host), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.host, self.sessions)
+        self._reporter = Reporter(self.host, self.sessions, self._note_failure)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(self._scan_soon)
         self._pod_resources = PodResources(self._apply_names)
@@ -6674,11 +6695,10 @@ class Daemon:
         self._round_at = -inf
         self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
-        # Texts of files for others, by path; None: out of date, as the devices have changed.
-        self._texts: dict[str, str | None] | None = None
+        self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
-        self._is_failing = False  # the last observation has failed
+        self._is_failing = False  # the last turn could not observe, or not apply
         self._exit_status: int | None = None
 
     async def run(self) -> int:
@@ -6778,7 +6798,7 @@ class Daemon:
     async def _turn(self, now: float) -> None:
         """Reload the configuration if that is wanted, and reconcile.
 
-        A reload ends, for systemd, only when the daemon has applied it.
+        A reload ends, for systemd, only after the attempt to apply it.
         """
         is_reload = self._wants_reload
         # Before READY=1, systemd expects no RELOADING=1.
@@ -6796,35 +6816,25 @@ class Daemon:
 
     async def _reconcile(self, now: float) -> None:
         """Observe, decide, apply. If a file cannot be read, the next turn begins with a scan."""
-        is_round = self._is_round(now)
+        host = self.host
+        is_poll = now - host.polled_at >= host.settings.health.interval
+        is_round = is_poll or now - self._round_at >= ROUND
         try:
             self._directory.check()
-            self.host.waits_for_directory = self._directory.problem
-            self._observe(now, is_round=is_round)
+            host.waits_for_directory = self._directory.problem
+            self._observe(now, is_poll=is_poll, is_round=is_round)
 
             # After a failure all chips are read again before anything is applied.
-            if self._is_failing and not self.host.readers.is_settled(now):
+            if self._is_failing and not host.readers.is_settled(now):
                 return
-
-            # What has failed can have kept sessions from registering, too: descriptors, memory.
-            is_disturbed = self._directory.take_changes() or self._is_failing
-            if self._is_failing:
-                log.info("the node's state can be read again")
-                self.host.note_problem(UNREADABLE_HOST, None)
-            self._is_failing = False
-
             if self._stage is not Stage.SCANNING:
-                await self._apply(now, is_round=is_round, is_disturbed=is_disturbed)
+                await self._apply(now, is_round=is_round)
 
         except DirectoryError as error:
             self._exit(*error.args)
 
         except OSError as error:
-            if not self._is_failing:
-                self._note_failure(error)
-            self._is_failing = True
-            self._must_scan = True
-            self.host.scanned_at = -inf
+            self._note_failure(error)
             return
 
         if is_round:
@@ -6833,24 +6843,21 @@ class Daemon:
         self._manager.feed_watchdog()
 
     def _note_failure(self, error: OSError) -> None:
-        """Report that the last state is old from now on."""
-        reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
-        self.host.note_problem(UNREADABLE_HOST, reason)
-        applied = self.host.applied
-        self._manager.show(self._reporter.status(applied) if applied else str(reason))
+        """Report that the last state is old from now on, and have the next turn scan."""
+        host = self.host
+        if not self._is_failing:
+            reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
+            host.note_problem(UNREADABLE_HOST, reason)
+            applied = host.applied
+            self._manager.show(self._reporter.status(applied) if applied else str(reason))
 
-    def _is_round(self, now: float) -> bool:
-        """Return whether it is time to look at everything that sends no events."""
-        return self._is_poll(now) or now - self._round_at >= ROUND
+        self._is_failing = True
+        self._must_scan = True
+        host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
 
-    def _is_poll(self, now: float) -> bool:
-        """Return whether it is time to read all chips, and to count missing heartbeats."""
-        return now - self.host.polled_at >= self.host.settings.health.interval
-
-    def _observe(self, now: float, *, is_round: bool) -> None:
+    def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
         host = self.host
-        is_poll = self._is_poll(now)
         if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
             self._must_scan = False
             host.read_chips(is_poll=is_poll)
@@ -6860,11 +6867,10 @@ class Daemon:
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = host.holds.is_awaiting_containers
-        if is_round or is_starting or now - self._looked_at >= HELD_INTERVAL:
+        look = is_round or is_starting or now - self._looked_at >= HELD_INTERVAL
+        if look:
             self._looked_at = now
-            host.refresh_holds(now, look=True)
-        else:
-            host.refresh_holds(now)
+        host.refresh_holds(now, look=look)
         if is_round:
             host.holds.note_ended_pods()
 
@@ -6872,7 +6878,7 @@ class Daemon:
             self._stage = Stage.BINDING
             self._binding_since = now
 
-    async def _apply(self, now: float, *, is_round: bool, is_disturbed: bool) -> None:
+    async def _apply(self, now: float, *, is_round: bool) -> None:
         """Bring directories, sessions, log, files and status in line with the decision."""
         host = self.host
         former, decision = host.applied, host.decide(now)
@@ -6880,9 +6886,14 @@ class Daemon:
 
         if is_round or not has_same_devices:
             self._put_directories_right(decision)
+        # Nothing may be awaited before: this decision does not know of an answer that is given
+        # meanwhile, so its directory would be removed.
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
 
+        # What failed can have kept sessions from registering, too: descriptors, memory.
+        was_failing = self._is_failing
+        is_disturbed = self._directory.take_changes() or was_failing
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
@@ -6897,17 +6908,21 @@ class Daemon:
         host.applied = decision  # if anything before has failed, the next turn repeats it
 
         # The readings that an event has caused can change the devices once more.
-        if not has_same_devices:
-            self._texts = None
-        can_write = is_round or (self._texts is None and host.readers.is_settled(monotonic()))
-        if can_write:
+        self._must_write |= not has_same_devices
+        writes = is_round or (self._must_write and host.readers.is_settled(monotonic()))
+        if writes:
+            self._must_write = False
             self._write_files(decision)
-        if can_write or now >= host.save_by:
+        if writes or now >= host.save_by:
             host.save_state()
         if is_round:
             self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
 
+        if was_failing:  # not before: what has failed can be a part of the above
+            self._is_failing = False
+            log.info("the node's state can be read again")
+            host.note_problem(UNREADABLE_HOST, None)
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
         self._manager.show(waiting or self._reporter.status(decision))
 
@@ -6926,29 +6941,30 @@ class Daemon:
         """Remove the directories that no hold names, as many as one turn can."""
         host = self.host
 
-        # Pods of a former daemon can have left theirs.
+        # Locks are looked for in what the configuration names: a former daemon's pods can have left
+        # some, and no hold names their directory.
         for resource in decision.resources.values():
             if locks := lock_path(resource, resource.devices, host.settings):
                 host.directories.note_locks(locks)
 
         try:
+            unnamed = host.unnamed_directories(decision, now)
             steps = RemovalSteps(seconds=STEPS_TAKE)
-            host.directories.clear(host.unnamed_directories(decision, now), (), now, steps)
+            host.directories.clear(unnamed, left_behind=(), now=now, steps=steps)
             self._must_tidy = False
         except OutOfSteps:
             self._must_tidy = True
 
     def _write_files(self, decision: Decision) -> None:
-        """Write the files for others, with new texts if the devices have changed."""
-        host, settings = self.host, self.host.settings
-        if self._texts is None:
-            self._texts = {}
-            if settings.cdi_dir:
-                self._texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
-            if settings.labels_dir:
-                self._texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
+        """Write the files for others, unless they are as they should be."""
+        settings = self.host.settings
+        texts: dict[str, str | None] = {}  # by path; None: no file
+        if settings.cdi_dir:
+            texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
+        if settings.labels_dir:
+            texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
 
-        host.files.keep(self._texts, unmanaged=[settings.metrics_file])
+        self.host.files.keep(texts, unmanaged=[settings.metrics_file])
         self._check_cdi_file()
 
     def _check_cdi_file(self) -> None:
@@ -6974,23 +6990,15 @@ class Daemon:
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
         """Notify READY=1 once all is served. While it waits for the driver, return that status."""
-        settings = self.host.settings
-        version = decision.observation.driver
-        driver = f"driver {version or 'is not loaded'}"
-        present = pluralize(len(self.host.inventory.present), "chip")
-
-        # systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be
-        # ended (UnexpectedAdmissionError).
-        missing = []
-        for bdf, chip in decision.chips.items():
-            if chip.is_listed or chip.function.file_fault or bdf in settings.exclude:
-                continue
-            if version and driver_can_bind(chip.function):
-                missing.append(bdf)
+        missing = _chips_to_list(decision)
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
 
-        if settings.fail_on_init_error and (version is None or not decision.resources):
+        version = decision.observation.driver
+        driver = f"driver {version or 'is not loaded'}"
+        present = pluralize(len(self.host.inventory.present), "chip")
+        is_unfit = version is None or not decision.resources
+        if self.host.settings.fail_on_init_error and is_unfit:
             none = "" if decision.resources else "; no device to offer"
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}{none}")
             return None
@@ -7001,6 +7009,7 @@ class Daemon:
             log.warning("%s: no device file; starting without it", ", ".join(missing))
         self._stage = Stage.READY
         log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
+        # `systemctl start` ends with READY=1, and shows the status that is there by then.
         self._manager.show(self._reporter.status(decision))
         self._manager.notify("READY=1")
         return None
@@ -7037,8 +7046,9 @@ RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
 WIDTH = 110  # columns of `list`, at most
 VIEW_MAX = 64 << 20  # bytes
 HELP_WIDTH = 80
+CANNOT_LOOK = "cannot look at this node: %s"  # with the reason of an OSError
 
-# Columns of `list` by keys of its rows.
+# Columns of `list` that show a value of its rows; _cells() adds HEALTH and USED BY.
 COLUMNS = {
     "N": "index",
     "ADDRESS": "bdf",
@@ -7206,10 +7216,9 @@ def _unrecognized(words: Sequence[str], command: str) -> str:
     if not flag.startswith("--"):
         return text
 
-    option = flag[2:].replace("-", "_")
-    if others := [name for name, each in COMMANDS.items() if option in each.options]:
+    if others := [name for name, each in COMMANDS.items() if flag in map(flag_of, each.options)]:
         return f"{flag} is valid only with {either(others)}"
-    near = nearest(option, COMMANDS[command].options)
+    near = nearest(flag[2:].replace("-", "_"), COMMANDS[command].options)
     return f"{text}; did you mean {flag_of(near)}?" if near else text
 
 
@@ -7242,9 +7251,11 @@ def run_daemon(flags: Flags) -> int:
 
 def run_command(command: str, options: argparse.Namespace) -> int:
     """Run a command that shows something; return its exit status. Raises ConfigError."""
-    # An interrupt or a closed pipe ends the command without a traceback.
-    for number in (signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
+    # An interrupt or a closed pipe ends the command without a traceback. The shell has a command in
+    # the background of a script ignore the terminal's Ctrl-C.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     log.setLevel("ERROR")  # the command itself prints the rest
 
     # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
@@ -7260,7 +7271,7 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         if command == "check":
             findings = check_configuration(problem, unknown_variables(os.environ))
             if not options.config_only:
-                findings = chain(findings, Checks(settings, problem).findings())
+                findings = chain(findings, check_node(settings, problem))
             return print_findings(findings, is_quiet=options.quiet)
 
         if problem:
@@ -7271,7 +7282,7 @@ def run_command(command: str, options: argparse.Namespace) -> int:
         return list_devices(settings, is_valid=problem is None, as_json=options.json)
 
     except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error("cannot look at this node: %s", _text_of(error))
+        log.error(CANNOT_LOOK, _text_of(error))
         return 1
 
 
@@ -7375,12 +7386,12 @@ def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProble
 
 
 def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
-    """Return the view of the daemon that has these roots and this directory.
+    """Return the view of the service, if it has the same roots and kubelet's directory.
 
-    If the configuration is not valid at present, the daemon runs on with the last valid one: any
-    daemon's view will do.
+    If the configuration is not valid at present, the service runs on with the last valid one, which
+    can have others: its view will do.
     """
-    # The variable can be that of another service, from whose shell this command was started.
+    # $RUNTIME_DIRECTORY can be another service's, from whose shell this command was started.
     for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
         answer = ask(f"{directory}/{STATUS_SOCKET}")
         if answer is NOT_RUNNING:
@@ -7409,14 +7420,13 @@ def ask(path: str) -> View | ServiceProblem:
             return ServiceProblem("FAIL", text, LOG_COMMAND)
         view: View = json.loads(content)
 
-        version = view["version"]
+        version = view["version"]  # of another version no other key is known
         is_ours = version != __version__ or view["program"] == PROGRAM
         if not isinstance(version, str) or not is_ours:
-            raise ValueError
+            raise ValueError("not a view")
 
-    # A daemon that was killed leaves its socket, which refuses connections.
     except (FileNotFoundError, ConnectionRefusedError):
-        return NOT_RUNNING
+        return NOT_RUNNING  # a daemon that was killed leaves its socket
     except PermissionError:
         text = f"cannot be reached (permission denied: {path}); run this command as root"
         return ServiceProblem("warn", text)
@@ -7517,7 +7527,7 @@ def list_lines(view: View, width: int | None) -> Iterator[str]:
         yield from wrapped(f"{bdf}: not supported: {UNSUPPORTED}", "", width)
 
     if rows:
-        in_use = sum(1 for row in rows if _used_by(row) not in ("-", "?"))
+        in_use = sum(1 for row in rows if users_of(row))
         unhealthy = len(view["faults"])
         yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
@@ -7610,7 +7620,7 @@ def users_of(row: View) -> list[str]:
     found = pods_of(row)
     for process in row["processes"] or ():
         if not (row["pods"] and process["of_pod"]):
-            found.append(f"{process['command']}[{process['pid']}]")
+            found.append(f"{printable(process['command'])}[{process['pid']}]")
     return found
 
 
@@ -7630,7 +7640,7 @@ def pods_of(row: View) -> list[str]:
 FIX_LOCK = "fix.lock"  # in the daemon's runtime directory
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LOOK_INTERVAL = 0.25  # seconds between looks
-FOLLOWS_WITHIN = 30.0  # seconds that an effect has, at least; four health intervals if longer
+FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect; see Situation.follows_within
 RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
 WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
 ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
@@ -7668,18 +7678,20 @@ class End(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The subject of an answer: a step can be for another device number, or other pods."""
+    """A step with all that an answer to it is about: if any of it changes, it is asked again."""
 
     step: Step | End
     program: str = ""  # path of modprobe or tt-smi
-    command: str = ""  # as it is shown
+    command: str = ""  # as it is shown, so with the device number
     pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
+    guests: Mapping[str, str] = {}  # see Situation
 
 
 class Situation(NamedTuple):
     """A chip at one moment, as sysfs and the daemon show it, and the steps so far."""
 
     function: PciFunction  # by sysfs
+    view: View  # the daemon's
     override: str | None = None  # see driver_override()
     fault: Fault | None = None  # by the daemon
     now: float = 0.0  # Unix time
@@ -7693,6 +7705,16 @@ class Situation(NamedTuple):
     done: frozenset[Step] = frozenset()
 
     @property
+    def row(self) -> View:
+        return row_of(self.view, self.function.bdf)
+
+    @property
+    def follows_within(self) -> float:
+        """Return the seconds after which a step was without effect."""
+        interval: float = self.view["health"]["interval"]
+        return max(FOLLOWS_WITHIN, 4 * interval)
+
+    @property
     def lasts(self) -> float:
         """Return the seconds for which the fault has lasted, inf if they are not known."""
         # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
@@ -7700,22 +7722,23 @@ class Situation(NamedTuple):
         return self.now - (self.since or 0.0) if is_known else inf
 
     @property
+    def structural_fault(self) -> Fault | None:
+        """Return the fault that sysfs and /dev show, earlier than the daemon."""
+        return Chip(self.function).fault
+
+    @property
     def present_fault(self) -> Fault | None:
-        """Return the fault; sysfs shows it earlier than the daemon."""
-        shown = Chip(self.function).fault
-        if shown is None and self.fault and self.fault.kind in STRUCTURAL:
+        """Return the fault by sysfs, else by the daemon; of one that is over, what it waits for."""
+        if self.structural_fault is None and self.fault and self.fault.kind in STRUCTURAL:
             return self.fault._replace(text=WAITING)
-        return shown or self.fault
+        return self.structural_fault or self.fault
 
     @property
     def is_current(self) -> bool:
         """Return whether the daemon has seen what sysfs shows."""
-        shown = Chip(self.function).fault
-        if self.outdated:
-            return False
-        if shown:
-            return self.fault is not None and self.fault.kind is shown.kind
-        return self.fault is None or self.fault.kind not in STRUCTURAL
+        shown = self.structural_fault.kind if self.structural_fault else None
+        known = self.fault.kind if self.fault and self.fault.kind in STRUCTURAL else None
+        return shown is known and not self.outdated
 
 
 def next_step(seen: Situation) -> Step | End:
@@ -7730,19 +7753,21 @@ def next_step(seen: Situation) -> Step | End:
         bound, but no class device          REBIND
         device file missing or another's    MAKE_FILE
         no fault                            nothing
+        the daemon still has one of these   nothing: it has not read the chip since
         hot, tripped                        nothing: only cooling helps
         resetting, silent                   WAIT; then REBIND; then RESET
         any other fault                     RESET; nothing on arm64, where tt-smi cannot
 
     No step is taken twice: if one was without effect, a power cycle is left.
     """
-    function, fault, step = seen.function, seen.fault, Step.RESET
-    kind = fault.kind if fault else None
+    function = seen.function
+    kind = seen.fault.kind if seen.fault else None
     if seen.outdated:
         return End(f"nothing is done: the service {seen.outdated}")
     if not seen.in_service:
         return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
 
+    step = Step.RESET  # for the last two rows
     if not function.on_bus:
         step = Step.RESCAN
     elif function.driver not in (None, DRIVER):
@@ -7800,14 +7825,11 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
     if step is Step.LOAD:
         return f"{program} {DRIVER}"
 
-    # The kernel refuses to bind a driver that driver_override does not name (ENODEV).
-    if step is Step.BIND and not _is_free(seen):
-        clear = f"echo > {seen.function.directory}/driver_override"
-        return f"{clear} && echo {bdf} > {drivers}/bind"
+    clear = "" if _is_free(seen) else f"echo > {seen.function.directory}/driver_override && "
     if step is Step.BIND:
-        return f"echo {bdf} > {drivers}/bind"
+        return f"{clear}echo {bdf} > {drivers}/bind"
     if step is Step.REBIND:
-        return f"echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
+        return f"{clear}echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
 
     if step is Step.MAKE_FILE:
         number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
@@ -7820,15 +7842,18 @@ def shown_command(step: Step, seen: Situation, settings: Settings, program: str)
 
 
 def _is_free(seen: Situation) -> bool:
-    """Return whether driver_override lets our driver have the function."""
+    """Return whether driver_override lets our driver have the function.
+
+    While it names another driver, the kernel refuses to bind ours (ENODEV).
+    """
     return seen.override in (None, DRIVER)
 
 
 def reset_command(function: PciFunction, tt_smi: str) -> list[str]:
-    """Return the command that resets this chip, or none if its number has gone.
+    """Return the command that resets this chip, and nothing if its number has gone meanwhile.
 
-    An address that tt-umd does not find would be *all* chips, a device file never is. And the
-    search for devices after a reset would open those that are in use.
+    To tt-smi, an address that it does not find is *all* chips, a device file never is. And its
+    search for devices after a reset (--no_reinit: none) would open those that are in use.
     """
     return [tt_smi, "-r", f"/dev/{DRIVER}/{function.ordinal}", "--no_reinit"]
 
@@ -7946,18 +7971,22 @@ def other_chips(view: View, row: View) -> list[View]:
     """Return the other chips that a reset of this one resets: of a p300, its board's.
 
     While one of the two has not reported the board's serial number, these are all that it can be:
-    the p300 chips whose board is not whole.
+    the p300 chips whose board is not whole, but for those with another serial number.
     """
-    whole: dict[str, str] = {}  # IDs of whole boards by their chips
-    for board, chips in view["boards"].items():
-        if len(chips) == 2:
-            whole |= dict.fromkeys(chips, board)
+    if row["board"] != "p300":
+        return []
+
+    others = [each for each in view["chips"] if each["board"] == "p300" and each is not row]
+    whole = [chips for chips in view["boards"].values() if len(chips) == 2]
+    for chips in whole:
+        if row["bdf"] in chips:
+            return [each for each in others if each["bdf"] in chips]
 
     found = []
-    for each in view["chips"] if row["board"] == "p300" else ():
-        are_of_one = whole.get(each["bdf"]) == whole.get(row["bdf"])
-        can_be_of_one = len({each["serial"], row["serial"], None}) < 3
-        if each["board"] == "p300" and are_of_one and can_be_of_one and each is not row:
+    on_whole_boards = set(chain(*whole))
+    for each in others:
+        serials = {each["serial"], row["serial"]} - {None}
+        if each["bdf"] not in on_whole_boards and len(serials) < 2:
             found.append(each)
     return found
 
@@ -7990,6 +8019,19 @@ def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> 
         return 1
 
 
+def _rows_hit(step: Step, seen: Situation) -> list[View]:
+    """Return the rows of the chips that a step concerns, this one first."""
+    row = seen.row
+    if step is Step.LOAD:
+        return [row, *(each for each in seen.view["chips"] if each is not row)]
+    return [row, *other_chips(seen.view, row)] if step is Step.RESET else [row]
+
+
+def _pods_hit(step: Step, seen: Situation) -> list[Sequence[str]]:
+    """Return the pods of each of these chips."""
+    return [pods_of(row) for row in _rows_hit(step, seen)]
+
+
 def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
     """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
     if driver := (guests or {}).get(row["bdf"]):
@@ -8016,7 +8058,6 @@ class Mender:
         self._view_of_daemon = view_of_daemon
         self._says_yes = says_yes
         self._on_terminal = os.isatty(0) and os.isatty(1)
-        self._view: View = {}
         self._tt_smi = ""  # its path, once its version is known to be new enough
         self._done: set[Step] = set()
         self._hit: dict[str, None] = {}  # pods whose chips were taken from them
@@ -8026,7 +8067,7 @@ class Mender:
         task = asyncio.current_task()
         assert task
         for number in INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
         try:
@@ -8044,38 +8085,30 @@ class Mender:
                 self._say(f"pods that must be started again: {', '.join(self._hit)}")
 
     async def _mend(self) -> End:
-        """Plan, ask, look again and take the step, until there is none; return why.
-
-        The plan is made again after the answer: it counts only for the step that was shown.
-        """
+        """Plan, ask, look again and take the step, until there is none; return why."""
         # The daemon's view can be older than what sysfs shows.
         seen = self._look()
         if not seen.is_current and seen.in_service:
-            seen = await self._watch(self._limit, lambda seen: seen.is_current)
+            seen = await self._watch(seen.follows_within, lambda seen: seen.is_current)
         self._show(seen)
 
-        agreed = None  # the plan to which the answer was yes
         while True:
             plan = await self._plan(seen)
-            if agreed and plan != agreed:
-                self._say("the chip or its pods have changed; your answer was for another step")
-                self._show(seen)
-                agreed = None
             if isinstance(plan.step, End):
                 return plan.step
+            self._describe(plan, seen)
+            if refusal := await self._ask(plan.step, seen):
+                return refusal
 
-            if agreed is None:
-                self._describe(plan, seen)
-                if refusal := await self._ask(plan.step, seen):
-                    return refusal
-                agreed = plan
-                seen = self._look()
+            # A person has thought about it, perhaps for hours.
+            seen = self._look()
+            if await self._plan(seen) != plan:
+                self._say("the chip or its pods have changed; your answer was for another step")
+                self._show(seen)
                 continue
 
-            # The answer was yes, to this plan.
-            agreed = None
             await self._take(plan, seen)
-            limit = inf if plan.step is Step.WAIT else self._limit
+            limit = inf if plan.step is Step.WAIT else seen.follows_within
             seen = await self._watch(limit, partial(self._has_followed, plan.step))
             self._show(seen)
 
@@ -8090,13 +8123,13 @@ class Mender:
             return Plan(step)
 
         command = shown_command(step, seen, self._settings, program)
-        return Plan(step, program, command, self._pods_hit(step))
+        return Plan(step, program, command, _pods_hit(step, seen), seen.guests)
 
     # Looks
 
     def _look(self) -> Situation:
         """Return what sysfs and the daemon show now; raises Refusal, OSError."""
-        self._view = view = self._view_of_daemon()
+        view = self._view_of_daemon()
         row = row_of(view, self._bdf)
 
         bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
@@ -8119,6 +8152,7 @@ class Mender:
 
         return Situation(
             function,
+            view,
             driver_override(function) if function.on_bus else None,
             Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
             now,
@@ -8141,12 +8175,6 @@ class Mender:
             if is_enough(seen) or monotonic() >= deadline:
                 return seen
 
-    @property
-    def _limit(self) -> float:
-        """Return the seconds after which a step was without effect."""
-        interval: float = self._view["health"]["interval"]
-        return max(FOLLOWS_WITHIN, 4 * interval)
-
     def _has_followed(self, step: Step, seen: Situation) -> bool:
         """Return whether a step has helped, or is seen not to be enough."""
         if step is Step.WAIT:
@@ -8160,17 +8188,6 @@ class Mender:
             return isinstance(further, End) and further.is_well
         return True
 
-    def _rows_hit(self, step: Step) -> list[View]:
-        """Return the rows of the chips that a step concerns, this one first."""
-        row = row_of(self._view, self._bdf)
-        if step is Step.LOAD:
-            return [row, *(each for each in self._view["chips"] if each is not row)]
-        return [row, *other_chips(self._view, row)] if step is Step.RESET else [row]
-
-    def _pods_hit(self, step: Step) -> list[Sequence[str]]:
-        """Return the pods of each of these chips."""
-        return [pods_of(row) for row in self._rows_hit(step)]
-
     # Lines and questions
 
     def _say(self, text: str) -> None:
@@ -8178,7 +8195,7 @@ class Mender:
 
     def _show(self, seen: Situation) -> None:
         """Print how the chip is, and who uses it."""
-        row = row_of(self._view, self._bdf)
+        row = seen.row
         state = "healthy" if seen.in_service else "out of service"
         if fault := seen.present_fault:
             state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
@@ -8189,7 +8206,7 @@ class Mender:
         """Print the effect of a step, and whom else it affects."""
         step = plan.step
         assert isinstance(step, Step)
-        rows = self._rows_hit(step)
+        rows = _rows_hit(step, seen)
         row, *others = rows
 
         if step is Step.LOAD:
@@ -8205,7 +8222,7 @@ class Mender:
                 self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
         if step is Step.RESET and seen.is_galaxys:
             self._say(GALAXY_RESETS)
-        if step is Step.BIND and not _is_free(seen):
+        if step in (Step.BIND, Step.REBIND) and not _is_free(seen):
             self._say(f"driver_override keeps it for {seen.override}, and is cleared first")
 
         is_used = step in INTERRUPTING and any(map(users_of, rows))
@@ -8278,7 +8295,11 @@ class Mender:
         return path, ""
 
     async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step. An error of the kernel is printed; raises OSError if nothing was done."""
+        """Take a step, and note whose pods it has hit.
+
+        An error of the kernel is printed, as the next look shows what has become of the chip;
+        raises OSError if nothing can have been done.
+        """
         step, program = plan.step, plan.program
         assert isinstance(step, Step)
         hit = [] if step in COSTS_NOTHING else plan.pods
@@ -8295,20 +8316,20 @@ class Mender:
                 self._act(step, seen, program)
 
         except OSError as error:
-            # Root's rights are missing, or a program cannot be run: nothing was done.
+            # Root's rights are missing, or a program cannot be run.
             if isinstance(error, PermissionError) or program:
                 hit = []
                 raise
             self._say(_text_of(error))
-        finally:
+        finally:  # an interrupted reset has hit them, too
             self._hit |= dict.fromkeys(chain(*hit))
 
         if step is Step.RESET:
-            self._look()
-            self._hit |= dict.fromkeys(chain(*self._pods_hit(step)))  # as one can have come since
+            # Another pod can have got a chip during the reset.
+            self._hit |= dict.fromkeys(chain(*_pods_hit(step, self._look())))
 
     def _act(self, step: Step, seen: Situation, program: str) -> None:
-        """Take a step that an interrupt does not end; raises OSError."""
+        """Take a step that an interrupt does not end: WAIT does nothing; raises OSError."""
         bdf = self._bdf
         bus = f"{self._settings.sysfs_root}/bus/pci"
         driver = f"{bus}/drivers/{DRIVER}"
@@ -8321,13 +8342,11 @@ class Mender:
             command = [program, DRIVER]
             subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
-        elif step is Step.BIND:
+        elif step in (Step.BIND, Step.REBIND):
             if not _is_free(seen):
                 write_attribute(f"{seen.function.directory}/driver_override", "\n")
-            write_attribute(f"{driver}/bind", bdf)
-
-        elif step is Step.REBIND:
-            write_attribute(f"{driver}/unbind", bdf)
+            if step is Step.REBIND:
+                write_attribute(f"{driver}/unbind", bdf)
             write_attribute(f"{driver}/bind", bdf)
 
         elif step is Step.MAKE_FILE:
@@ -8380,6 +8399,14 @@ def check_configuration(problem: str | None, warnings: Iterable[str]) -> Finding
         yield Finding("warn", "configuration", warning)
 
 
+def check_node(settings: Settings, problem: str | None) -> Findings:
+    """Yield all other findings, or the reason why there are no more; see Checks."""
+    try:
+        yield from Checks(settings, problem).findings()
+    except OSError as error:
+        yield Finding("FAIL", UNREADABLE_HOST, CANNOT_LOOK % _text_of(error))
+
+
 def file_command(path: str, problem: str) -> str:
     """Return the command that helps if a file cannot be written, empty if there is none.
 
@@ -8398,11 +8425,12 @@ class Checks:
 
     def __init__(self, settings: Settings, problem: str | None) -> None:
         """`problem`: of the configuration, whose file is ignored in the settings then."""
-        self._problem = problem
+        self._config_problem = problem
         self._view, self._service_problem = get_view(settings, is_valid=problem is None)
 
-        # Variables of the service's unit are not this command's: the service knows its files, and
-        # with an invalid configuration also its directories.
+        # The settings are those of this command, except for what only the service knows: it can
+        # have its files from variables of its unit, and with an invalid configuration also roots
+        # and directory. A single look's view has those of this command.
         of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
         self._settings = replace(settings, **{key: self._view[key] for key in of_service})
 
@@ -8412,7 +8440,7 @@ class Checks:
         yield from self._driver()
         yield from self._chips()
         yield from self._hugepages()
-        yield from self._mounts_and_locks()
+        yield from self._directories()
         yield from self._cdi_file()
         yield from self._other_files()
         yield from self._kubelet()
@@ -8422,11 +8450,11 @@ class Checks:
     def _service(self) -> Findings:
         """Check that the service runs, with this configuration, and can serve pods."""
         service, problem = self._view["service"], self._service_problem
-        if problem is NOT_RUNNING and self._problem:
+        if problem is NOT_RUNNING and self._config_problem:
             yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
         elif problem:
             yield Finding(problem.level, "service", problem.text, problem.command)
-        elif service["rejected"] and not self._problem:
+        elif service["rejected"] and not self._config_problem:
             command = "systemctl reload tt-device-plugin"
             yield Finding("FAIL", "service", service["rejected"], command)
         else:
@@ -8434,7 +8462,7 @@ class Checks:
             text = f"{self._view['version']} is running"
             if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
                 text += f", {REGISTERED_TEXT}"
-            if self._problem:
+            if self._config_problem:
                 text += "; it cannot start again with this configuration"
             yield Finding("ok", "service", text)
 
@@ -8468,7 +8496,7 @@ class Checks:
             yield Finding("warn", "chips", "none found")
 
         for addresses, problem, command in _faults(self._view):
-            if command != LOAD_DRIVER or self._view["driver"]:  # else the driver's line has it
+            if command != LOAD_DRIVER:  # which the driver's line has
                 yield self._unhealthy(addresses, problem, command)
 
         for row in rows:
@@ -8566,10 +8594,6 @@ class Checks:
             text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
             yield Finding("ok", "hugepages", text)
 
-        service = self._view["service"] or {}
-        for path, (reason, command) in service.get("resisting", {}).items():
-            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
-
     def _lack_hugetlbfs(self, mounts: str) -> bool:
         """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
 
@@ -8580,8 +8604,12 @@ class Checks:
         is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
         return settings.hugepages != "none" and not is_replaced and not is_mounted
 
-    def _mounts_and_locks(self) -> Findings:
-        """Check the directories on the host that containers are to get."""
+    def _directories(self) -> Findings:
+        """Check the directories on the host that containers are to get, or have left."""
+        service = self._view["service"] or {}
+        for path, (reason, command) in service.get("resisting", {}).items():
+            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
+
         for mount in self._settings.mounts:
             if not exists(mount.host):
                 text = f"{mount.host} does not exist; pods with devices cannot start"
@@ -8609,20 +8637,19 @@ class Checks:
 
     def _cdi_file(self) -> Findings:
         """Compare the CDI file with the device files."""
-        settings = self._settings
-        path = f"{settings.cdi_dir}/{CDI_FILE}"
-        nodes = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
-        is_needed = settings.device_list_strategy == "cdi"
-        is_expected = bool(nodes) and (is_needed or isdir(settings.cdi_dir))
-        if not settings.cdi_dir or not (is_expected or os.path.lexists(path)):
+        settings, path = self._settings, self._cdi_path
+        if not settings.cdi_dir:
             return
 
+        files = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
         why = self._file_problems.get(path) or "is the service running?"
         command = file_command(path, why)
         try:
             described = cdi_nodes(read_others_file(path, 1 << 24).decode())
         except FileNotFoundError:
-            if nodes:
+            # Without the directory no runtime looks for it, but pods may depend on it.
+            is_needed = isdir(settings.cdi_dir) or settings.device_list_strategy == "cdi"
+            if files and is_needed:
                 yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
             return
         except (OSError, ValueError) as error:
@@ -8630,12 +8657,16 @@ class Checks:
             yield Finding("FAIL", "CDI", f"{path} cannot be read: {reason}")
             return
 
-        bdfs = described.keys() | nodes
-        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != nodes.get(bdf)):
+        bdfs = described.keys() | files
+        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != files.get(bdf)):
             text = f"{path} is out of date for {abbreviate(stale)}; {why}"
             yield Finding("FAIL", "CDI", text, command)
         else:
             yield Finding("ok", "CDI", f"{path} is up to date")
+
+    @property
+    def _cdi_path(self) -> str:
+        return f"{self._settings.cdi_dir}/{CDI_FILE}"
 
     @property
     def _file_problems(self) -> dict[str, str]:
@@ -8644,9 +8675,9 @@ class Checks:
         return found
 
     def _other_files(self) -> Findings:
-        """Check the files for node_exporter, node-feature-discovery and the next daemon."""
+        """Check the other files that the service writes, and those that it cannot remove."""
         for each, problem in self._file_problems.items():
-            if isdir(dirname(each)) and basename(each) != CDI_FILE:
+            if isdir(dirname(each)) and each != self._cdi_path:
                 yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
 
         # Without a daemon the metrics are old, of course.

@@ -105,6 +105,21 @@ def test_an_invalid_configuration_fails(host: Host) -> None:
     assert (only.findings, only.status) == ([("FAIL", "configuration", problem)], 1)
 
 
+def test_a_node_that_cannot_be_looked_at_fails_beside_what_is_known(host: Host) -> None:
+    """What reads only this output has the reason, too."""
+    file = host.configure("log_level = 'loud'")
+    devices = host.node.root / "sys/bus/pci/devices"
+    devices.chmod(0)
+
+    answer = host.run_as_process("check", f"--config-file={file}", as_other=True)
+
+    devices.chmod(0o755)
+    configuration, node = answer.findings
+    assert configuration[:2] == ("FAIL", "configuration")
+    reason = f"cannot look at this node: {devices}/: Permission denied"
+    assert (node, answer.status, answer.err) == (("FAIL", "node", reason), 1, "")
+
+
 def test_a_variable_that_only_the_file_makes_valid_is_valid(host: Host) -> None:
     """The service runs with both, so the package's script must not reject the variable alone."""
     domain = {"TTDP_RESOURCE_DOMAIN": "3d.example"}
@@ -777,6 +792,27 @@ async def test_files_that_cannot_be_written_fail(
         assert ("FAIL", "files", f"{path} {problem}") in answer.complaints
     problem = "cannot be written: Is a directory"
     assert ("FAIL", "files", f"{state} {problem}") in answer.complaints
+
+
+@pytest.mark.parametrize("cdi_dir", ["", "new"])
+async def test_a_cdi_file_of_a_former_configuration_that_stays_fails(
+    served: Served, cdi_dir: str
+) -> None:
+    """Runtimes read it on, if they look in its directory."""
+    for name in ("former", "new"):
+        (served.root / name).mkdir()
+    former = served.root / "former" / ttdp.CDI_FILE
+    daemon = await served.serve(N150, interval=0.1, cdi_dir=str(former.parent))
+    await until(former.exists)
+
+    former.unlink()
+    former.mkdir()
+    (former / "full").touch()
+    daemon.reload(cdi_dir=cdi_dir and str(served.root / cdi_dir))
+    await until(lambda: str(former) in daemon.daemon.host.files.problems)
+
+    problem = "is out of date and cannot be removed: Is a directory"
+    assert ("FAIL", "files", f"{former} {problem}") in (await served.ask("check")).complaints
 
 
 async def test_a_directory_that_is_newer_than_the_service_needs_a_restart(

@@ -109,6 +109,8 @@ def test_no_command_is_the_help_on_stderr(parse: Parse) -> None:
         (["lst"], "invalid choice: 'lst'"),
         (["run", "--uni", "board"], "unrecognized arguments: --uni board; did you mean --unit?"),
         (["run", "--units=board"], "unrecognized arguments: --units=board; did you mean --unit?"),
+        # As the file has it.
+        (["run", "--cdi_dir=/x"], "unrecognized arguments: --cdi_dir=/x; did you mean --cdi-dir?"),
         (["check", "--config"], "unrecognized arguments: --config; did you mean --config-only?"),
         (["run", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["run", "--log-level"], "argument --log-level: expected one argument"),

@@ -218,6 +218,31 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     assert len(lines) == 2 and "Too many open files" in lines[0]
 
 
+async def test_a_failure_to_apply_is_one_line_however_often_it_is_repeated(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """As when a hugetlbfs cannot be read: that the chips can be is no recovery."""
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
+    node.add("n150")
+    daemon = await start(interval=0.1)
+    failed: list[float] = []
+
+    def fail(*_: object) -> None:
+        failed.append(time.monotonic())
+        no_descriptors()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.host, "unnamed_directories", fail)
+        await until(lambda: len(failed) > 8)
+        assert await daemon.metrics() is None
+    await until(lambda: not daemon.host.problems)
+
+    first, second = (line for line in caplog.messages if "the node's state" in line)
+    assert "Too many open files" in first and second == "the node's state can be read again"
+    await until(lambda: "Too many open files" not in daemon.status)
+
+
 async def test_the_next_turn_does_what_a_failed_one_has_not_done(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, tmp_path: Path,
@@ -294,6 +319,25 @@ async def test_every_output_says_that_the_last_state_is_old(served: Served, at_s
 
     assert (await served.ask("list")).status == 0
     assert await daemon.metrics()
+
+
+async def test_a_reader_finds_first_that_the_node_cannot_be_read(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An hour before the next poll: nobody is shown the last state as the present one."""
+    (chip,) = served.node.add("n150")
+    daemon = await served.serve(N150, interval=3600)
+    chip.fail("numa_node")
+
+    text = "cannot read the node's state; keeping the last one: "
+    listed = await served.ask("list")
+    assert listed.err.startswith(text) and listed.status == 1
+    assert await daemon.metrics() is None
+    assert len([line for line in caplog.messages if text in line]) == 1
+
+    chip.restore("numa_node")
+    await until(lambda: not daemon.host.problems)
+    assert (await served.ask("list")).status == 0 and await daemon.metrics()
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------

@@ -54,7 +54,7 @@ def seen(
 ) -> Situation:
     """A chip with the driver and a fault that the daemon has seen for so many seconds."""
     fault = Fault(kind, "it is ill") if kind else None
-    return Situation(function, fault=fault, now=1e9, since=1e9 - lasts, **more)
+    return Situation(function, {}, fault=fault, now=1e9, since=1e9 - lasts, **more)
 
 
 REBOUND = frozenset({Step.REBIND})
@@ -134,6 +134,7 @@ def test_where_no_step_helps(state: str) -> None:
 ADDRESS = "0000:01:00.0"
 DRIVERS = "/sys/bus/pci/drivers/tenstorrent"
 BIND = f"echo {ADDRESS} > {DRIVERS}/bind"
+CLEAR = f"echo > {HERE.directory}/driver_override"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,9 @@ BIND = f"echo {ADDRESS} > {DRIVERS}/bind"
         (Step.LOAD, None, "/usr/sbin/modprobe", "/usr/sbin/modprobe tenstorrent"),
         (Step.BIND, None, "", BIND),
         (Step.BIND, "tenstorrent", "", BIND),
-        (Step.BIND, "vfio-pci", "", f"echo > {HERE.directory}/driver_override && {BIND}"),
+        (Step.BIND, "vfio-pci", "", f"{CLEAR} && {BIND}"),
         (Step.REBIND, None, "", f"echo {ADDRESS} > {DRIVERS}/unbind; {BIND}"),
+        (Step.REBIND, "vfio-pci", "", f"{CLEAR} && echo {ADDRESS} > {DRIVERS}/unbind; {BIND}"),
         (Step.WAIT, None, "", ""),
         (Step.RESET, None, "/bin/tt-smi", "/bin/tt-smi -r /dev/tenstorrent/0 --no_reinit"),
     ],
@@ -368,6 +370,11 @@ def reserve(chip: Chip) -> None:
     chip.keep_for("vfio-pci")
 
 
+def reset_while_reserved(chip: Chip) -> None:
+    chip.keep_for("vfio-pci")
+    chip.reset()
+
+
 RESET = "tt-smi -r /dev/tenstorrent/0 --no_reinit"
 REBIND = [f"unbind {ADDRESS}", f"bind {ADDRESS}"]
 SECOND = "0000:02:00.0"
@@ -377,6 +384,11 @@ ROWS: dict[str, tuple[Callable[[Chip], None], Kind, list[str]]] = {
     "not bound": (Chip.unbind, Kind.NO_DRIVER, [f"bind {SECOND}"]),
     "reserved": (reserve, Kind.NO_DRIVER, [f"driver_override  {SECOND}", f"bind {SECOND}"]),
     "resetting": (Chip.reset, Kind.RESETTING, [f"unbind {SECOND}", f"bind {SECOND}"]),
+    "resetting, reserved for when it is unbound": (
+        reset_while_reserved,
+        Kind.RESETTING,
+        [f"driver_override  {SECOND}", f"unbind {SECOND}", f"bind {SECOND}"],
+    ),
     "stalled": (Chip.freeze, Kind.STALLED, ["tt-smi -r /dev/tenstorrent/1 --no_reinit"]),
 }
 
@@ -398,6 +410,7 @@ async def test_each_step_mends_what_it_is_for(host: FixHost, row: str) -> None:
     assert first.startswith(f"{SECOND} (n150): ") and "(since " in first
     assert healthy == f"{SECOND} (n150): healthy; not in use"
     assert last == "nothing more needs to be done"
+    assert ("driver_override keeps it for vfio-pci" in answer.out) == ("reserved" in row)
     assert host.daemon.chip(SECOND).fault is None and host.daemon.chip(other.bdf).fault is None
 
 
@@ -800,6 +813,24 @@ async def test_a_virtual_machine_may_use_the_other_chip(host: FixHost, is_known:
     assert [row["USED BY"] for row in table] == ["-", "?"]
 
 
+async def test_a_virtual_machine_gets_the_other_chip_before_the_answer(host: FixHost) -> None:
+    """The answer was given without knowing that, so it asks again."""
+    chip, other = await host.add("p300c", interval=0.1)
+    chip.die(bus=True)
+    await host.daemon.sees(chip.bdf, Kind.NO_RESPONSE)
+
+    async with host.on_terminal("fix", chip.bdf) as terminal:
+        assert "vfio-pci" not in await terminal.shows(QUESTION)
+        other.bind_to("vfio-pci")
+        await host.daemon.sees(other.bdf, Kind.NO_DRIVER)
+        terminal.type("y\n")
+        assert "driver vfio-pci is bound" in await terminal.shows(QUESTION)
+        terminal.type("n\n")
+        assert await terminal.ended() == 1
+
+    assert host.controls.calls == []
+
+
 async def test_the_driver_concerns_all_chips(host: FixHost) -> None:
     """Loading it is a step for the whole node, so the users of the other chips are named, too."""
     chip, other = await host.add("n150", "n150")
@@ -989,15 +1020,24 @@ async def test_an_interrupt_counts_after_a_step(
     assert chip.ordinal is not None
 
 
-async def test_a_hangup_is_no_interrupt_where_it_is_ignored(host: FixHost) -> None:
-    """As with nohup, whose program goes on when the session has ended."""
+@pytest.mark.parametrize(
+    ("starter", "number"),
+    [
+        (["nohup"], signal.SIGHUP),
+        (["sh", "-c", 'trap "" INT; exec "$@"', "sh"], signal.SIGINT),  # as `&` in a script
+    ],
+)
+async def test_a_signal_that_is_ignored_is_no_interrupt(
+    host: FixHost, starter: list[str], number: int
+) -> None:
+    """The program goes on when the session has ended, or the script is interrupted."""
     dead = await host.dead()
-    command = ["nohup", *PROGRAM, "fix", dead.bdf, "--yes", *host.flags]
+    command = [*starter, *PROGRAM, "fix", dead.bdf, "--yes", *host.flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env=environment() | host.environ,
     )  # fmt: skip
-    host.controls.before = lambda call: process.send_signal(signal.SIGHUP)
+    host.controls.before = lambda call: process.send_signal(number)
 
     assert await process.wait() == 0
     assert host.controls.calls == [RESET]

@@ -77,22 +77,23 @@ def test_a_chip_is_a_row_between_versions_and_totals(mixed: Host) -> None:
     assert (answer.status, answer.err) == (0, NOT_RUNNING)
 
 
+@pytest.mark.parametrize("name", ["x" * 15, "x" * 14 + "\x1b"])
 @pytest.mark.parametrize("columns", [0, 80, 200])
 async def test_no_line_is_wider_than_the_terminal_or_than_110_columns(
-    host: Host, columns: int
+    host: Host, columns: int, name: str
 ) -> None:
-    """Reasons are below the table, wrapped; a serial console has 0 columns."""
+    """Reasons are below the table, wrapped; a serial console has 0 columns. Names are escaped."""
     (chip,) = host.node.add("n150")
     chip.die()
     for pid in range(10_001, 10_004):
-        host.node.start_process(pid, "0::/user.slice\n", [str(chip.device_node)], "x" * 15)
+        host.node.start_process(pid, "0::/user.slice\n", [str(chip.device_node)], name)
 
     async with host.on_terminal("list", columns=columns) as terminal:
         await terminal.ended()
 
     out = terminal.text[terminal.text.index("driver ") :]  # below the line on stderr
     assert 60 < max(map(len, out.splitlines())) <= min(columns or ttdp.WIDTH, ttdp.WIDTH)
-    assert re.search(r"0000:01:00.0 .* NO_RESPONSE +x{15}\[10001\],(…| x)", out)
+    assert re.search(r"0000:01:00.0 .* NO_RESPONSE +x{14}(x|\\x1b)\[10001\],?(…| x)", out)
     assert out.rstrip().endswith("1 chip, 1 unhealthy, 1 in use")
 
 
