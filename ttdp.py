@@ -2692,24 +2692,15 @@ class HoldBook:
             self._is_stale = self._has_new_entries = False
 
     def _read_checkpoint(self, domain: str) -> bool:
-        """Return whether there is a new checkpoint."""
+        """Read the checkpoint if it has changed, and return whether there are new entries."""
         stamp = file_stamp(self._path)
-        if (stamp, domain) == (self.checkpoint_stamp, self._domain):
+        # A missing one stays as it is: no kubelet has written one yet, or it has disappeared.
+        if stamp == self.checkpoint_stamp and (stamp is None or domain == self._domain):
             return False
-        if stamp is None and not self.has_read:
-            return False  # no kubelet has written one yet
 
+        checkpoint = self._parse_checkpoint(domain)
         self.checkpoint_stamp, self._domain = stamp, domain
-        try:
-            checkpoint = parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
-        except FileNotFoundError:
-            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
-            return False
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in OWN_ERRORS:
-                self.checkpoint_stamp = None  # so that the next call reads it again
-                raise
-            self._note_problem("cannot be read", str(error))
+        if checkpoint is None:
             return False
 
         if self.problem:
@@ -2722,6 +2713,18 @@ class HoldBook:
         self.has_read = True
         self._checkpoint = checkpoint
         return True
+
+    def _parse_checkpoint(self, domain: str) -> Checkpoint | None:
+        """Return the present checkpoint, None if it cannot be used; raises OSError."""
+        try:
+            return parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
+        except FileNotFoundError:
+            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in OWN_ERRORS:
+                raise
+            self._note_problem("cannot be read", str(error))
+        return None
 
     def _note_problem(self, what: str, why: str) -> None:
         """Record that the checkpoint cannot be used, and log that once."""

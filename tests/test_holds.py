@@ -731,6 +731,23 @@ def test_without_a_checkpoint_no_kubelet_was_here_yet(
     assert not (world.book.problem or world.book.has_read or caplog.messages)
 
 
+def test_a_checkpoint_that_could_never_be_read_and_is_deleted_has_disappeared(
+    world: BookWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody looks for the error in a file that is not there; it is one line in the log."""
+    world.put(b"garbage")
+    world.look()
+    assert world.book.problem == f"{ttdp.CHECKPOINT} cannot be read"
+
+    world.path.unlink()
+    world.look()
+    assert world.book.problem == f"{ttdp.CHECKPOINT} has disappeared"
+
+    world.write(entry())
+    assert world.look() == {A}
+    assert world.book.problem is None and len(caplog.messages) == 1
+
+
 def test_an_unchanged_checkpoint_is_read_once(
     world: BookWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
