@@ -2671,9 +2671,7 @@ class HoldBook:
         self._has_new_entries = False  # the states do not have those of the checkpoint yet
         self._checkpoint = Checkpoint()
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
-        # When a container was given devices last, by pod, container and resource.
-        self._given_at: dict[tuple[str, str, str], float] = {}
-        # In the order in which they were answered or found.
+        # In the order in which they were answered, then named or found.
         self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
 
     def refresh(self, now: float, domain: str, *, look: bool) -> None:
@@ -2742,13 +2740,6 @@ class HoldBook:
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
 
-        self._given_at = {}
-        for state in self._states.values():
-            container = state.hold.key[:3]
-            if state.hold.pod:
-                former = self._given_at.get(container, 0.0)
-                self._given_at[container] = max(former, state.answered_at)
-
         for key, state in self._states.items():
             if state.is_in_checkpoint and key not in present:
                 state.is_in_checkpoint = False
@@ -2784,11 +2775,12 @@ class HoldBook:
         # return to it: without the state, the next refresh would take a pod that has ended for one
         # whose cgroup does not exist yet. A recent hold keeps it because it may have used a
         # directory that another recent answer names: see directory_for().
-        for key in [*self._states]:
-            state = self._states[key]
+        kept = {}
+        for key, state in self._states.items():
             was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
-            if not (was_there or state.is_recent(now) or self.is_current(state, now)):
-                del self._states[key]
+            if was_there or state.is_recent(now) or self.is_current(state, now):
+                kept[key] = state
+        self._states = kept
 
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
@@ -2846,7 +2838,11 @@ class HoldBook:
         It runs on those then. The pod is a static one that has come back under its UID; or the
         kubelet has lost its checkpoint, and allocates again for a container that it starts again.
         """
-        return self._given_at.get(state.hold.key[:3], 0.0) > state.answered_at
+        if not state.hold.pod:
+            return False
+        container = state.hold.key[:3]
+        later = (each for each in self._states.values() if each.answered_at > state.answered_at)
+        return any(each.hold.key[:3] == container for each in later)
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
