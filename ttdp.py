@@ -2267,6 +2267,10 @@ class Hold(NamedTuple):
         has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
         return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
 
+    def is_for(self, resource: str, ids: DeviceIds) -> bool:
+        """Return whether it is for exactly these IDs."""
+        return (self.resource, self.ids) == (resource, ids)
+
     def shares_device(self, resource: str, ids: Collection[str]) -> bool:
         """Return whether it has a replica of a device of which these are replicas, too."""
         if self.resource != resource or not all(map(is_replica, {*self.ids, *ids})):
@@ -2815,15 +2819,14 @@ class HoldBook:
         Kubelets write a checkpoint after each answer, so only a tool that asks for the same IDs
         again and again has many that none names. The oldest of these are dropped.
         """
-        same = []
+        unnamed = []  # the oldest first
         for key, state in self._states.items():
-            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            is_same = state.hold.is_for(hold.resource, hold.ids)
             if is_same and not state.hold.pod and state.start is Start.NONE:
-                same.append(key)
+                unnamed.append(key)
 
-        oldest = same[: 1 - UNNAMED_MAX]  # with the new one, UNNAMED_MAX are left
-        for key in oldest:
-            del self._states[key]
+        while len(unnamed) >= UNNAMED_MAX:
+            del self._states[unnamed.pop(0)]
         self._states[hold.key] = HoldState(hold, answered_at=now)
 
     def is_current(self, state: HoldState, now: float) -> bool:
@@ -2875,35 +2878,38 @@ class HoldBook:
     def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
-        These are the pods that the checkpoint has with exactly these IDs, and holds that no
-        checkpoint has named yet, unless it has named a later one. The last answer counts although
-        its entry has left the checkpoint, if it is recent: an older checkpoint can be the last that
-        was written.
+        These are all holds of exactly these IDs that may call. Of those that have left the
+        checkpoint it can only be the last answer: the kubelet has given the IDs away since the
+        others.
         """
         callers = []
         for state in self._states.values():
-            is_same = (state.hold.resource, state.hold.ids) == (resource, ids)
-            if is_same and self._may_call(state, now, now):
+            if state.hold.is_for(resource, ids) and self._may_call(state, now, now):
                 callers.append(state)
 
-        # The kubelet has given the IDs away since the answers before that.
-        given_at = max((state.answered_at for state in callers), default=0.0)
-        callers = [
-            state for state in callers if not state.has_left or state.answered_at >= given_at
-        ]
+        last = max((state.answered_at for state in callers), default=0.0)
+        callers = [state for state in callers if not state.has_left or state.answered_at == last]
         return Call(resource, ids, chips, callers, now)
 
     def _may_call(self, state: HoldState, came_at: float, now: float) -> bool:
-        """Return whether a pod can have made a PreStartContainer call with its hold's IDs.
+        """Return whether a PreStartContainer call that came then can be that of a hold's container.
 
-        A pod that leaves the checkpoint during its call was deleted.
+        It can be while the hold is current, unless the pod was refused. A hold that leaves the
+        checkpoint during the call has lost its pod: it was deleted.
         """
         if self._states.get(state.hold.key) is not state:
             return False  # it was dropped
-        was_missing = state.left_at < came_at and state.is_recent(came_at)
-        if state.has_left and not was_missing:
-            return now - state.left_at < MISSING_FOR
-        return self.is_current(state, now) and not self._was_refused(state)
+        if not state.has_left:
+            return self.is_current(state, now) and not self._was_refused(state)
+
+        # The kubelet calls for a recent answer also while an older checkpoint is the last one that
+        # was written. It is then missing already when the call comes.
+        was_missing = state.left_at < came_at
+        if was_missing and state.is_recent(came_at):
+            return self.is_current(state, now)
+
+        # An entry that has just left can return.
+        return now - state.left_at < MISSING_FOR
 
     def _was_refused(self, state: HoldState) -> bool:
         """Return whether the kubelet has refused the pod of an answer, at another resource.
@@ -2917,10 +2923,9 @@ class HoldBook:
         return any(each.hold.pod and each.answered_at > state.answered_at for each in states)
 
     def was_deleted(self, call: Call, now: float) -> bool:
-        """Return whether the pod of a call has left the checkpoint, whichever it is."""
-        return bool(call.callers) and not any(
-            self._may_call(each, call.came_at, now) for each in call.callers
-        )
+        """Return whether the pod of a call was deleted: none of its callers may call any more."""
+        remaining = [each for each in call.callers if self._may_call(each, call.came_at, now)]
+        return bool(call.callers) and not remaining
 
     def waits_for(self, call: Call, holds: Iterable[Hold]) -> list[Hold]:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.
@@ -3027,7 +3032,7 @@ class HoldBook:
                 used.update(state.hold.directories)
 
         for state in reversed(self._states.values()):
-            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            is_same = state.hold.is_for(hold.resource, hold.ids)
             is_unused = used.isdisjoint(state.hold.directories)
             if is_same and state.is_recent(now) and is_unused and state.hold.directories:
                 return basename(state.hold.directories[0])
