@@ -2236,8 +2236,7 @@ CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as t
 UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
 MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
 
-NameOfPod = Callable[["Hold"], str]  # see name_of_pod()
-# "namespace/name" of pods by resource, ID and container: two, if both were given the ID
+# "namespace/name" of pods by resource, ID and container: of two pods, if both were given the ID
 PodNames = Mapping[tuple[str, str, str], Collection[str]]
 HoldKey = tuple[str, str, str, str]  # pod, container, resource, name of the answer
 
@@ -3060,8 +3059,15 @@ class HoldBook:
 # -- lists -----------------------------------------------------------------------------------------
 
 
+def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
+    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
+    if not hold.pod:
+        return "a pod that is being admitted"
+    return names.get(hold.pod, f"pod {hold.pod}")
+
+
 def advertise(
-    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], name_of: NameOfPod
+    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], names: Mapping[str, str]
 ) -> Resources:
     """Return the resources as the kubelet gets them, by name: those of the offer, if holds fit it.
 
@@ -3091,12 +3097,11 @@ def advertise(
     for hold in holds:
         for bdf in hold.chips & offer.by_chip.keys():
             resource, ids = offer.by_chip[bdf]
-            has_device = hold.resource == resource.name and not hold.ids.isdisjoint(ids)
-            if has_device or hold.shares_device(resource.name, ids):
+            if hold.shares_device(resource.name, ids[:1]):  # as for the device's other replicas
                 continue
             for device_id in ids:
                 if (resource.name, device_id) not in held:
-                    device = _withheld_device(resource.devices[device_id], hold, name_of)
+                    device = _withheld_device(resource.devices[device_id], hold, names)
                     changed[resource.name][device_id] = device
 
     if not changed:
@@ -3118,11 +3123,11 @@ def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> D
     return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
 
 
-def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
+def _withheld_device(device: Device, hold: Hold, names: Mapping[str, str]) -> Device:
     """Return a device as the kubelet gets it while a pod holds its chips by another ID."""
+    holder = name_of_pod(hold, names)
     held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
-    reason = f"held until {name_of(hold)} ends (as {held_as})"
-    return device._replace(holder=name_of(hold), withheld=reason)
+    return device._replace(holder=holder, withheld=f"held until {holder} ends (as {held_as})")
 
 
 # -- directories -----------------------------------------------------------------------------------
@@ -4121,20 +4126,12 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
     is_same = former and former.observation.settings == settings and former.chips == chips
     offer = former.offer if former and is_same else make_offer(chips, settings)
 
-    name_of = partial(name_of_pod, names=observation.names)
-    advertised = advertise(offer, chips, holds, name_of)
+    advertised = advertise(offer, chips, holds, observation.names)
 
     # Holds change with each pod, their IDs' devices rarely: keep lists that are computed already.
     if former and former.offer is offer and former.resources == advertised:
         advertised = former.resources
     return Decision(observation, chips, holds, offer, advertised)
-
-
-def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
-    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
-    if not hold.pod:
-        return "a pod that is being admitted"
-    return names.get(hold.pod, f"pod {hold.pod}")
 
 
 # ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================
