@@ -3140,7 +3140,7 @@ def _withheld_device(device: Device, hold: Hold, names: Mapping[str, str]) -> De
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
 STEPS = 1000  # files that are removed at a time: about 10 ms
-STEPS_TAKE = 0.01  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
+STEPS_TAKE = 0.01  # seconds after which none is begun: a file of 1 GiB in memory takes 0.1 s alone
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
 
@@ -3199,11 +3199,11 @@ class Directories:
         self._note_new(path)
         parent = dirname(path)
         with _naming(parent):
-            _make_directory(parent, 0o755)
+            if not os.path.lexists(parent):
+                _make_directory(parent, 0o755)
             _check_lock_dir(parent)
         with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
-            _set_mode(path, 0o1777, directory)
 
     def _note_new(self, path: str) -> None:
         """Note a path that is about to be made, unless it exists."""
@@ -3222,6 +3222,7 @@ class Directories:
         """
         for path in hold.directories:
             if not _is_directory(path, 0o777):
+                # Without its hugetlbfs, the pages would be ordinary files.
                 own = [f"{each.host}/{OWN_DIRECTORY}" for each in hugetlbfs_mounts(self._settings)]
                 if dirname(path) in own:
                     _make_hugepage_directory(path)
@@ -3237,29 +3238,31 @@ class Directories:
         In the daemon's first WRITTEN_WITHIN seconds only its own are returned: answers of the
         daemon before it may not be in the checkpoint yet.
         """
-        named: set[str] = set()
-        for hold in holds:
-            named.update(hold.directories, [hold.locks])
         present = {*self._hugepage_paths(), *self._lock_paths}
-        for by_path in (self.resisting, self._tried_at):
-            for path in by_path.keys() - present:
-                del by_path[path]
-
+        self._forget_all_but(present)
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
-        self._made &= present
 
-        unnamed = present - named
-        if not unnamed:
-            return unnamed
+        named: set[str] = set()
+        for hold in holds:
+            named.update(hold.directories)
+            if hold.locks:
+                named.add(hold.locks)
 
         # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
-        parents = {dirname(path) for path in (*named, *unnamed)}
+        parents = {dirname(path) for path in present | named}
         identities = {parent: _file_identity(parent) for parent in parents}
         in_use = {(identities[dirname(path)], basename(path)) for path in named}
         return {
-            path for path in unnamed if (identities[dirname(path)], basename(path)) not in in_use
+            path for path in present if (identities[dirname(path)], basename(path)) not in in_use
         }
+
+    def _forget_all_but(self, present: set[str]) -> None:
+        """Drop what is recorded of other paths, which do not exist any more."""
+        self._made &= present
+        for by_path in (self.resisting, self._tried_at):
+            for path in by_path.keys() - present:
+                del by_path[path]
 
     def clear(
         self,
@@ -3344,11 +3347,8 @@ def _make_hugepage_directory(path: str) -> None:
     parent = dirname(path)
     with _naming(parent):
         _make_directory(parent, 0o700)
-        with _opened_own_directory(parent) as directory:
-            os.fchmod(directory, 0o700)  # runtimes make missing ones 0755
-            with _naming(path):
-                _make_directory(path, 0o777, directory)
-                _set_mode(path, 0o777, directory)
+        with _opened_own_directory(parent) as directory, _naming(path):
+            _make_directory(path, 0o777, directory)
 
 
 def _check_lock_dir(path: str) -> None:
@@ -3378,7 +3378,7 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
             for entry in _entries(directory, steps):
                 try:
                     if entry.is_dir(follow_symlinks=False):
-                        if _is_removed(entry.name, directory):
+                        if _remove_if_empty(entry.name, directory):
                             continue
                         has_moved |= _move_up(entry.name, directory, steps, failures)
                         os.rmdir(entry.name, dir_fd=directory)
@@ -3396,8 +3396,8 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
         raise failures[0]
 
 
-def _is_removed(name: str, parent: int) -> bool:
-    """Return whether a directory was empty, and is removed now.
+def _remove_if_empty(name: str, parent: int) -> bool:
+    """Remove a directory if it is empty, and return whether it was.
 
     Raises OSError for a mount point: what is mounted there is not for us to remove.
     """
@@ -3445,7 +3445,7 @@ def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    if not _is_removed(name, parent):
+    if not _remove_if_empty(name, parent):
         with _opened_to_empty(name, 0o700, parent) as directory:
             _empty(directory, steps)
         os.rmdir(name, dir_fd=parent)
@@ -3462,10 +3462,13 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
-    """Make a directory that is missing, in an open parent; raises OSError."""
+    """Make a directory that is missing, in an open parent, or put its mode right; raises OSError.
+
+    The umask changes the mode of a new one, and runtimes make missing ones 0755.
+    """
     with suppress(FileExistsError):
         os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
-        _set_mode(path, mode, parent)  # despite the umask
+    _set_mode(path, mode, parent)
 
 
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
@@ -3473,7 +3476,8 @@ def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
     name = path if parent is None else basename(path)
     # A container can have closed it. Root without capabilities cannot read it then.
     with _opened_directory(name, parent, os.O_PATH) as directory:
-        if not _is_roots(os.fstat(directory)):
+        status = os.fstat(directory)
+        if not _is_roots(status) or stat.S_IMODE(status.st_mode) == mode:
             return
         try:
             os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
