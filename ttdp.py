@@ -2284,7 +2284,7 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     holds: Sequence[Hold] = ()
-    unreadable: Sequence[str] = ()  # our entries, "pod UID, container NAME"
+    unreadable: Sequence[str] = ()  # entries about our devices, "pod UID, container NAME"
     registered: Mapping[str, Any] = {}  # the IDs that the kubelet takes for healthy, by resource
 
 
@@ -2303,15 +2303,15 @@ def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
             if hold := _parse_entry(entry, domain):
                 holds.append(hold)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if _is_ours(entry, domain):
-                names = (str(entry.get(key))[:63] for key in ("PodUID", "ContainerName"))
-                unreadable.append(printable("pod {}, container {}".format(*names)))
+            if _concerns_us(entry, domain):
+                pod, container = str(entry.get("PodUID")), str(entry.get("ContainerName"))
+                unreadable.append(printable(f"pod {pod[:63]}, container {container[:63]}"))
                 log.debug("checkpoint: %s: %s", unreadable[-1], error)
     return Checkpoint(holds, unreadable, registered)
 
 
-def _is_ours(entry: object, domain: str) -> bool:
-    """Return whether an entry is about one of our devices, though the rest cannot be read."""
+def _concerns_us(entry: object, domain: str) -> bool:
+    """Return whether an entry that cannot be read is about our devices, whoever answered."""
     if not isinstance(entry, dict):
         return False
     with suppress(TypeError, ValueError):  # the domain can be another one by now
@@ -2409,13 +2409,13 @@ def with_chips(holds: Iterable[Hold], chips: Mapping[str, Chip]) -> Iterator[Hol
             yield hold
             continue
 
-        found = hold.chips & chips.keys()
+        found = {*hold.chips} & chips.keys()
         names = {basename(path) for path in hold.device_files}
         for bdf, chip in chips.items():
             by_id = f"{chip.function.arch}-{chip.identity.asic_id}"  # the driver's link
             if chip.is_present and not names.isdisjoint((str(chip.function.ordinal), by_id)):
-                found |= {bdf}
-        yield hold._replace(chips=found)
+                found.add(bdf)
+        yield hold._replace(chips=frozenset(found))
 
 
 # Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
@@ -2521,7 +2521,7 @@ class Cgroups:
                     found.add(each.name)
         return frozenset(found)
 
-    def has_populated(self, pod: str, containers: Iterable[str]) -> bool:
+    def has_populated_one(self, pod: str, containers: Iterable[str]) -> bool:
         """Return whether a process is in one of these cgroups of a pod."""
         paths: list[str] = []
         for name in containers:
@@ -2769,8 +2769,9 @@ class HoldBook:
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
 
-            # A pod without an entry or a cgroup may have ended. That is noted at once: a static pod
-            # comes back under its UID, and would seem to have run on.
+            # Most ends are noted by note_ended_pods(). That of a pod without an entry or a cgroup
+            # is noted at once: a static pod comes back under its UID, and would seem to have run
+            # on.
             if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
 
@@ -2799,7 +2800,7 @@ class HoldBook:
         if not self._cgroups.exists(pod):
             return True
         new = self._cgroups.containers(pod) - state.containers
-        return self._cgroups.has_populated(pod, new)
+        return self._cgroups.has_populated_one(pod, new)
 
     def note_ended_pods(self) -> None:
         """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
@@ -2954,7 +2955,10 @@ class HoldBook:
             state.containers = self._cgroups.containers(state.hold.pod)
 
     def forgotten_ids(self, resource: str, holds: Iterable[Hold]) -> DeviceIds:
-        """Return IDs of running pods that the kubelet does not know, so takes for free."""
+        """Return IDs that the kubelet takes for free though a pod runs on them.
+
+        It was deleted by force, or the kubelet has lost its checkpoint.
+        """
         found: set[str] = set()
         for hold in holds:
             state = self._states[hold.key]
@@ -3370,26 +3374,28 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     """
     failures: list[OSError] = []
     taken_before = steps.taken
-    has_moved = True  # so there are entries that the last pass may not have seen
+    is_flat = False
 
     try:
-        while has_moved:
-            has_moved = False
+        while not is_flat:
+            is_flat = True
             for entry in _entries(directory, steps):
                 try:
                     if entry.is_dir(follow_symlinks=False):
                         if _remove_if_empty(entry.name, directory):
                             continue
-                        has_moved |= _move_up(entry.name, directory, steps, failures)
+                        # This pass may not come to what is moved here.
+                        is_flat &= not _move_up(entry.name, directory, steps, failures)
                         os.rmdir(entry.name, dir_fd=directory)
                     else:
                         os.unlink(entry.name, dir_fd=directory)
                 except OSError as error:
                     failures.append(error)
     except OutOfSteps:
-        # If most entries resist, they are tried again after a pause: they must not take all steps
-        # of each turn.
-        if 2 * len(failures) <= steps.taken - taken_before:
+        # The next turn goes on, unless most entries resist. That is an error, and there is a pause:
+        # these would be the first again, and take all steps of each turn.
+        most_resist = 2 * len(failures) > steps.taken - taken_before
+        if not most_resist:
             raise
 
     if failures:
@@ -3571,7 +3577,7 @@ class Rank(NamedTuple):
 
     is_optional: bool  # not a must-include
     is_refused: bool  # by Allocate, if the kubelet offers it all the same
-    is_occupied: bool  # a pod has it that the kubelet has forgotten
+    is_forgotten: bool  # the kubelet takes it for free, but a pod runs on it
     repeats: int  # IDs of the same device that are chosen before it
     users: int  # IDs of the same device that are not available
 
@@ -3657,11 +3663,11 @@ def preferred_allocation(
     available: Collection[str],
     must_include: Collection[str],
     size: int,
-    occupied: Collection[str] = (),
+    forgotten: Collection[str] = (),
 ) -> list[str]:
     """Return the best `size` of the available IDs; raises RequestError.
 
-    `occupied`: IDs on which a pod still runs though it was deleted by force: see HOLDS.
+    `forgotten`: see HoldBook.forgotten_ids().
     """
     check_replicas(resource, size)
     free = frozenset(available)
@@ -3670,7 +3676,7 @@ def preferred_allocation(
 
     chosen: set[str] = set()
     chosen_devices: set[int] = set()
-    by_rank = _ids_by_rank(resource, free, required, size, occupied)
+    by_rank = _ids_by_rank(resource, free, required, size, frozenset(forgotten))
     for rank in sorted(by_rank):
         ids = by_rank[rank]
         needed = size - len(chosen)
@@ -3719,13 +3725,13 @@ def _ids_by_rank(
     free: DeviceIds,
     required: DeviceIds,
     size: int,
-    occupied: Iterable[str],
+    forgotten: DeviceIds,
 ) -> dict[Rank, dict[int, str]]:
     """Return the IDs of each rank, by the numbers of their devices: 1. above.
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
-    refused, forgotten = resource.refused, frozenset(occupied)
+    refused = resource.refused
     special = required | refused | forgotten
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
