@@ -2247,8 +2247,8 @@ class Hold(NamedTuple):
     resource: str
     ids: DeviceIds
     name: str = ""  # that we gave this answer; empty: another version did, or another plugin
-    chips: ChipAddresses = frozenset()  # of another plugin's: see with_chips()
-    device_files: tuple[str, ...] = ()  # of another plugin's
+    chips: ChipAddresses = frozenset()  # another plugin's has more, by its device files
+    device_files: tuple[str, ...] = ()  # only of another plugin's hold: see with_chips()
     directories: tuple[str, ...] = ()  # for hugepages, on the host
     locks: str = ""  # host directory that is its /dev/shm
     is_ours: bool = True
@@ -2260,11 +2260,13 @@ class Hold(NamedTuple):
         return (self.pod, self.container, self.resource, self.name)
 
     def of(self, resource: str, ids: Iterable[str]) -> Hold:
-        """Return the hold that gives these IDs."""
+        """Return this hold, as read from an answer alone, with what the answer was given for."""
         ids = frozenset(ids)
-        # An administrator's own mount on /dev/shm is not a directory for locks.
+        hold = self._replace(resource=resource, ids=ids)
+
+        # Another mount on /dev/shm is an administrator's, and has no locks.
         has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
-        return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
+        return hold if has_locks else hold._replace(locks="")
 
     def is_for(self, resource: str, ids: DeviceIds) -> bool:
         """Return whether it is for exactly these IDs."""
@@ -2384,12 +2386,13 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
 
         # Only directories in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
         # itself, which hugepages = "host" mounts, and not a configured mount such as
-        # /var/lib/tt-device-plugin/models.
-        is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
-        has_locks = mount.container_path == SHM and mount.host_path != SHM
-        if is_private and name not in ("", ".", ".."):
+        # /var/lib/tt-device-plugin/models, or one that leads out again with "..".
+        is_in_own = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        if is_in_own and name not in ("", ".", ".."):
             directories.append(mount.host_path)
-        elif has_locks:
+
+        # The host's own is nobody's to empty, either.
+        if mount.container_path == SHM and mount.host_path != SHM:
             locks = mount.host_path
 
     return Hold(
@@ -2671,8 +2674,7 @@ class HoldBook:
         self._domain = ""  # for which the checkpoint was read
         self._cgroups = Cgroups(settings.sysfs_root)
         self._is_stale = True  # cgroups must be listed; stays so while that fails
-        self._has_new_entries = False  # the states do not have those of the checkpoint yet
-        self._checkpoint = Checkpoint()
+        self._new_entries: Sequence[Hold] | None = None  # the checkpoint's; no state has them yet
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
         # In the order in which they were answered, then named or found.
         self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
@@ -2682,27 +2684,27 @@ class HoldBook:
 
         Raises OSError; the next call does it all then.
         """
-        self._has_new_entries |= self._read_checkpoint(domain)
-        self._is_stale |= look or self._has_new_entries
+        self._read_checkpoint(domain)
+        self._is_stale |= look or self._new_entries is not None
         if self._is_stale:
             # Cgroups first: of a new entry's pod it matters whether it has one.
             self._cgroups.refresh()
-            if self._has_new_entries:
-                self._take_entries(now)
+            if self._new_entries is not None:
+                self._take_entries(self._new_entries, now)
             self._follow(now)
-            self._is_stale = self._has_new_entries = False
+            self._is_stale, self._new_entries = False, None
 
-    def _read_checkpoint(self, domain: str) -> bool:
-        """Read the checkpoint if it has changed, and return whether there are new entries."""
+    def _read_checkpoint(self, domain: str) -> None:
+        """Read the checkpoint if it has changed; raises OSError."""
         stamp = file_stamp(self._path)
         # A missing one stays as it is: no kubelet has written one yet, or it has disappeared.
         if stamp == self.checkpoint_stamp and (stamp is None or domain == self._domain):
-            return False
+            return
 
         checkpoint = self._parse_checkpoint(domain)
         self.checkpoint_stamp, self._domain = stamp, domain
         if checkpoint is None:
-            return False
+            return
 
         if self.problem:
             log.info("%s can be read again", self._path)
@@ -2712,8 +2714,7 @@ class HoldBook:
         self._strange = strange_ids(checkpoint.registered)
         self.problem, self.unreadable = None, checkpoint.unreadable
         self.has_read = True
-        self._checkpoint = checkpoint
-        return True
+        self._new_entries = checkpoint.holds
 
     def _parse_checkpoint(self, domain: str) -> Checkpoint | None:
         """Return the present checkpoint, None if it cannot be used; raises OSError."""
@@ -2734,12 +2735,12 @@ class HoldBook:
         self.problem = f"{CHECKPOINT} {what}"
         self._strange = {}  # the present registrations are not known
 
-    def _take_entries(self, now: float) -> None:
-        """Bring the states in line with the checkpoint."""
-        present = {hold.key: hold for hold in self._checkpoint.holds}
+    def _take_entries(self, entries: Iterable[Hold], now: float) -> None:
+        """Bring the states in line with the checkpoint's entries."""
+        present = {hold.key: hold for hold in entries}
         for key, hold in present.items():
             if key not in self._states:
-                self._states[key] = self._unnamed(hold) or self._found(hold)
+                self._states[key] = self._take_unnamed(hold) or self._found(hold)
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
 
@@ -2748,7 +2749,7 @@ class HoldBook:
                 state.is_in_checkpoint = False
                 state.left_at = now
 
-    def _unnamed(self, hold: Hold) -> HoldState | None:
+    def _take_unnamed(self, hold: Hold) -> HoldState | None:
         """Take out the state of an answer that a checkpoint names for the first time."""
         return self._states.pop(("", "", hold.resource, hold.name), None) if hold.name else None
 
@@ -2819,7 +2820,7 @@ class HoldBook:
         Kubelets write a checkpoint after each answer, so only a tool that asks for the same IDs
         again and again has many that none names. The oldest of these are dropped.
         """
-        unnamed = []  # the oldest first
+        unnamed = []  # in the order in which they were answered
         for key, state in self._states.items():
             is_same = state.hold.is_for(hold.resource, hold.ids)
             if is_same and not state.hold.pod and state.start is Start.NONE:
@@ -2985,24 +2986,25 @@ class HoldBook:
         while the checkpoint does not have it yet, or has it only since the kubelet was asked. So a
         known name stays, and an ID that was given away since the checkpoint's answer has no name.
         """
-        pods = defaultdict(set)
-        for hold in self._checkpoint.holds:
-            for device_id in hold.ids:
-                pods[hold.resource, device_id, hold.container].add(hold.pod)
-
+        pods = defaultdict(set)  # of the checkpoint, by resource, ID and container
         last_holds: dict[tuple[str, str], Hold] = {}  # of the last answer with each ID
         for state in sorted(self._states.values(), key=lambda state: state.answered_at):
-            for device_id in state.hold.ids:
-                last_holds[state.hold.resource, device_id] = state.hold
+            hold = state.hold
+            for device_id in hold.ids:
+                last_holds[hold.resource, device_id] = hold
+                if state.is_in_checkpoint:
+                    pods[hold.resource, device_id, hold.container].add(hold.pod)
 
         names = dict(self.names)
         for (resource, device_id, container), holders in pods.items():
+            # If several pods have the ID, the names of all others must be known.
             unnamed = holders - names.keys()
             taken = {names[pod] for pod in holders - unnamed}
             possible = {*listed.get((resource, device_id, container), ())} - taken
             if len(unnamed) != 1 or len(possible) != 1:
-                continue  # it is not known which is whose
+                continue
 
+            # It is this pod's if the ID was given to it last, before the kubelet was asked.
             (pod,) = unnamed
             last = last_holds.get((resource, device_id))
             if last and last.pod == pod and last.key in asked:
@@ -3015,19 +3017,14 @@ class HoldBook:
     # The directories of holds: see below.
 
     def directory_for(self, hold: Hold, now: float) -> str | None:
-        """Return the name of the hugepage directory that a new answer shares; None: a new one.
+        """Return the name of an existing hugepage directory for a new answer; None: a new one.
 
         The kubelet gives an init container's IDs to the pod's other containers, too, each with an
         Allocate, before any of them starts. So an answer for the same IDs as a recent one has its
-        directory, if nobody can have used that. Containers that share a device have one directory.
+        directory, if nobody can have used that.
         """
         if all(map(is_replica, hold.ids)):
-            for device_id in sorted(hold.ids):
-                for state in self._states.values():
-                    shares = state.hold.shares_device(hold.resource, [device_id])
-                    if shares and state.hold.directories and self.is_current(state, now):
-                        return basename(state.hold.directories[0])
-            return None
+            return self._shared_directory(hold, now)
 
         used: set[str] = set()
         for state in self._states.values():
@@ -3039,6 +3036,15 @@ class HoldBook:
             is_unused = used.isdisjoint(state.hold.directories)
             if is_same and state.is_recent(now) and is_unused and state.hold.directories:
                 return basename(state.hold.directories[0])
+        return None
+
+    def _shared_directory(self, hold: Hold, now: float) -> str | None:
+        """Return the name of the directory that containers on a shared device have in common."""
+        for device_id in sorted(hold.ids):
+            for state in self._states.values():
+                shares = state.hold.shares_device(hold.resource, [device_id])
+                if shares and state.hold.directories and self.is_current(state, now):
+                    return basename(state.hold.directories[0])
         return None
 
     def left_behind(self, call: Call, holds: Iterable[Hold]) -> set[str]:

@@ -734,7 +734,7 @@ def test_without_a_checkpoint_no_kubelet_was_here_yet(
 def test_a_checkpoint_that_could_never_be_read_and_is_deleted_has_disappeared(
     world: BookWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody looks for the error in a file that is not there. The log has one line of each end."""
+    """Nobody looks for the error in a file that is not there."""
     caplog.set_level("INFO")
     world.put(b"garbage")
     world.look()
