@@ -2386,7 +2386,7 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
 
         # Only directories in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
         # itself, which hugepages = "host" mounts, and not a configured mount such as
-        # /var/lib/tt-device-plugin/models, or one that leads out again with "..".
+        # /var/lib/tt-device-plugin/models, or a path that leads out again with "..".
         is_in_own = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
         if is_in_own and name not in ("", ".", ".."):
             directories.append(mount.host_path)
@@ -2879,9 +2879,8 @@ class HoldBook:
     def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
-        These are all holds of exactly these IDs that may call. Of those that have left the
-        checkpoint it can only be the last answer: the kubelet has given the IDs away since the
-        others.
+        These are all holds of exactly these IDs that may call. If several have left the checkpoint,
+        only the last answer is one: the kubelet has given the IDs away since the others.
         """
         callers = []
         for state in self._states.values():
@@ -2903,8 +2902,8 @@ class HoldBook:
         if not state.has_left:
             return self.is_current(state, now) and not self._was_refused(state)
 
-        # The kubelet calls for a recent answer also while an older checkpoint is the last one that
-        # was written. It is then missing already when the call comes.
+        # The kubelet calls for a recent answer also while an older checkpoint is the last that was
+        # written. The entry is then missing already when the call comes.
         was_missing = state.left_at < came_at
         if was_missing and state.is_recent(came_at):
             return self.is_current(state, now)
@@ -3786,7 +3785,7 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
     # the same NUMA nodes are adjacent to keep the number of choices low.
     boards = [board for board in boards if board.chosen or board.candidates]
     boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
-    fewest_boards = _fewest_boards(boards, size)[size]
+    max_boards = _fewest_boards(boards, size)[size]
 
     choices = [Choice()]
     for index, board in enumerate(boards, 1):
@@ -3795,7 +3794,7 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
         is_end_of_ring = not later or later[0].ring != board.ring
 
         best: dict[tuple[object, ...], Choice] = {}
-        for choice in _extended(choices, board, later, size, fewest_boards):
+        for choice in _extended(choices, board, later, size, max_boards):
             nodes = choice.numa_nodes & ended_nodes
             trays = choice.trays if is_end_of_ring else frozenset()
             if nodes or trays:
@@ -3814,17 +3813,16 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
 def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
     """Return for 0, 1, 2, … `size` chosen candidates the lowest number of boards in use.
 
-    It is infinite if the boards have fewer candidates. Boards with a device that is chosen by its
-    rank are in use anyway.
+    It is infinite if the boards have fewer candidates.
     """
-    in_use = [len(board.candidates) for board in boards if board.chosen]
+    in_use = [len(board.candidates) for board in boards if board.chosen]  # by its rank, anyway
     others = [len(board.candidates) for board in boards if not board.chosen]
 
     # Each further board that is taken into use is the one with the most candidates.
     fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
     for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
         fewest += [number] * room
-    return fewest + [inf] * size
+    return fewest + [inf] * size  # at least as many as are asked for
 
 
 def _extended(
@@ -3832,11 +3830,11 @@ def _extended(
     board: Board,
     later: Sequence[Board],
     size: int,
-    fewest_boards: float,
+    max_boards: float,
 ) -> Iterator[Choice]:
     """Yield these choices with each number of candidates of one more board.
 
-    Those that cannot end on the fewest boards are left out.
+    Those that cannot be completed to `size` on at most `max_boards` are left out.
     """
     fewest_later = _fewest_boards(later, size)
     for own_size in range(min(len(board.candidates), size) + 1):
@@ -3847,7 +3845,7 @@ def _extended(
             if left < 0:
                 continue
             boards_in_all = choice.cost.boards + is_used + fewest_later[left]
-            if boards_in_all <= fewest_boards:
+            if boards_in_all <= max_boards:
                 fitting.append(choice)
 
         if not is_used:
@@ -4023,13 +4021,22 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
+    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
+    labels["count"] = str(len(devices))
+    labels["replicas"] = str(resource.replicas or 1)
+    labels["sharing"] = "true" if resource.replicas else "false"
+
     # A shared resource that has kept its name is told apart by its product.
     product = common_value(chip.board_type for chip in chips)
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
+    labels["product"] = product
 
+    # One value for all devices, or none.
     complete = [device for device in devices if not device.incomplete]
     memory = {sum(chip.memory for chip in device.chips) for device in complete}
+    if len(memory) == 1 and memory != {0}:
+        labels["memory"] = str(memory.pop())
 
     # A device can be one chip of its board, so whole boards are counted by their chips.
     numbers: Counter[object] = Counter()
@@ -4037,19 +4044,9 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
     sizes = {device.place.board: device.place.board_size for device in devices}
     whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
-
-    numa_nodes = {chip.function.numa_node for chip in chips} - {None}
-    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
-    labels["count"] = str(len(devices))
-    labels["product"] = product
-    labels["replicas"] = str(resource.replicas or 1)
-    labels["sharing"] = "true" if resource.replicas else "false"
     labels["boards"] = str(len(whole_boards))
 
-    # One value for all devices, or none.
-    if len(memory) == 1 and memory != {0}:
-        labels["memory"] = str(memory.pop())
-    if numa_nodes:
+    if numa_nodes := {chip.function.numa_node for chip in chips} - {None}:
         labels["numa-nodes"] = str(len(numa_nodes))
     return labels
 
@@ -4139,12 +4136,14 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
 
     # Chips rarely change, as a Chip has no measured values.
     settings = observation.settings
-    is_same = former and former.observation.settings == settings and former.chips == chips
-    offer = former.offer if former and is_same else make_offer(chips, settings)
+    if former and former.observation.settings == settings and former.chips == chips:
+        offer = former.offer
+    else:
+        offer = make_offer(chips, settings)
 
     advertised = advertise(offer, chips, holds, observation.names)
-
-    # Holds change with each pod, their IDs' devices rarely: keep lists that are computed already.
+    # Holds change with each pod, their IDs' devices rarely: keep the former resources, as they have
+    # their messages for the kubelet and all else that they have computed already.
     if former and former.offer is offer and former.resources == advertised:
         advertised = former.resources
     return Decision(observation, chips, holds, offer, advertised)
