@@ -2572,7 +2572,7 @@ class Start(Enum):
     NONE = "none"  # its pod has only a sandbox
     AWAITED = "awaited"  # the container was not seen yet
     SEEN = "seen"
-    OVER = "over"  # since then, the pod's cgroup was empty
+    OVER = "over"  # since then the pod's cgroup was empty, or it was given other devices
 
 
 @dataclass(slots=True)
@@ -2763,7 +2763,8 @@ class HoldBook:
 
     def _follow(self, now: float) -> None:
         """Note the progress of pods and starts, and drop the states that no longer matter."""
-        for state in self._states.values():
+        given_at = self._last_given_at()
+        for key, state in self._states.items():
             pod = state.hold.pod
             if not state.cgroup_seen:
                 state.cgroup_seen = self._cgroups.exists(pod)
@@ -2775,6 +2776,13 @@ class HoldBook:
             # on.
             if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
+
+            # A container that was given other devices since runs on those: its pod is a static one
+            # that has come back under its UID; or the kubelet has lost its checkpoint, and
+            # allocates again for a container that it starts again.
+            is_former = state.answered_at < given_at.get(key[:3], 0.0)
+            if is_former and state.has_left and not state.is_recent(now):
+                state.start = Start.OVER
 
         # A hold that is not current keeps its state while its entry is in the checkpoint, or can
         # return to it: without the state, the next refresh would take a pod that has ended for one
@@ -2789,6 +2797,14 @@ class HoldBook:
 
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
+
+    def _last_given_at(self) -> dict[tuple[str, str, str], float]:
+        """Return when containers were given devices last, by pod, container and resource."""
+        given_at: dict[tuple[str, str, str], float] = defaultdict(float)
+        for key, state in self._states.items():
+            if state.hold.pod:
+                given_at[key[:3]] = max(given_at[key[:3]], state.answered_at)
+        return given_at
 
     def _is_start_over(self, state: HoldState, now: float) -> bool:
         """Return whether the container of an awaited start was seen, or will not come."""
@@ -2834,19 +2850,7 @@ class HoldBook:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
             return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state) and not self._is_replaced(state)
-
-    def _is_replaced(self, state: HoldState) -> bool:
-        """Return whether the container of a hold was given other devices since.
-
-        It runs on those then. The pod is a static one that has come back under its UID; or the
-        kubelet has lost its checkpoint, and allocates again for a container that it starts again.
-        """
-        if not state.hold.pod:
-            return False
-        container = state.hold.key[:3]
-        later = (each for each in self._states.values() if each.answered_at > state.answered_at)
-        return any(each.hold.key[:3] == container for each in later)
+        return self.runs(state)
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
