@@ -2234,7 +2234,7 @@ ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
 WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
 CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
 UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
-MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
+MISSING_FOR = 0.1  # seconds in which an older checkpoint, written last, is followed by the newest
 
 # "namespace/name" of pods by resource, ID and container: of two pods, if both were given the ID
 PodNames = Mapping[tuple[str, str, str], Collection[str]]
@@ -2422,24 +2422,23 @@ def with_chips(holds: Iterable[Hold], chips: Mapping[str, Chip]) -> Iterator[Hol
 
 
 # Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
-# buses, a p300's serial; of a shared device with the number of the replica.
+# buses, a p300's serial; of a shared device with the number of the replica. Others are strange.
 POSSIBLE_ID = re.compile(
     r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
 )
 
 
 def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
-    """Return IDs that no configuration gives, by resource: another plugin's, unless a hold's."""
+    """Return strange IDs by resource: another plugin's, unless a hold has them."""
     found = {}
     for resource, ids in registered.items():
-        if isinstance(ids, list) and (strange := _impossible(frozenset(map(str, ids)))):
+        if isinstance(ids, list) and (strange := _strange_of(frozenset(map(str, ids)))):
             found[resource] = strange
     return found
 
 
 @lru_cache(maxsize=32)  # each checkpoint has the same thousands of replicas, in another order
-def _impossible(ids: DeviceIds) -> DeviceIds:
-    """Return those of these IDs that the daemon cannot have given."""
+def _strange_of(ids: DeviceIds) -> DeviceIds:
     return frozenset(each for each in ids if not POSSIBLE_ID.fullmatch(each))
 
 
@@ -2935,20 +2934,19 @@ class HoldBook:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.
 
         It waits while another pod runs on one of the chips without sharing them. `holds`: the
-        current ones. If there is only one possible caller, its own containers do not count: the
-        start is that of its next one, or a restart.
+        current ones. If only one pod can be the caller, its own containers do not count: the start
+        is that of its next one, or a restart.
         """
+        pods = {state.pod_key for state in call.callers}
+        own_pod = pods if len(pods) == 1 else set()
+
         running = []
         for hold in holds:
             if call.chips.isdisjoint(hold.chips) or hold.shares_device(call.resource, call.ids):
                 continue
-            if self.runs(self._states[hold.key]):
+            state = self._states[hold.key]
+            if self.runs(state) and state.pod_key not in own_pod:
                 running.append(hold)
-
-        caller_pods = {state.pod_key for state in call.callers}
-        if len(caller_pods) == 1:
-            states = self._states
-            running = [hold for hold in running if states[hold.key].pod_key not in caller_pods]
         return running
 
     def allow(self, call: Call, now: float) -> None:
@@ -3016,8 +3014,6 @@ class HoldBook:
 
     def to_saved(self) -> list[Json]:
         return [state.to_saved() for state in self._states.values()]
-
-    # The directories of holds: see below.
 
     def directory_for(self, hold: Hold, now: float) -> str | None:
         """Return the name of an existing hugepage directory for a new answer; None: a new one.
