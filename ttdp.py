@@ -2779,8 +2779,7 @@ class HoldBook:
             # A container that was given other devices since runs on those: its pod is a static one
             # that has come back under its UID; or the kubelet has lost its checkpoint, and
             # allocates again for a container that it starts again.
-            is_former = state.answered_at < given_at.get(key[:3], 0.0)
-            if is_former and state.has_left and not state.is_recent(now):
+            if state.has_left and state.answered_at < given_at.get(key[:3], 0.0):
                 state.start = Start.OVER
 
         # A hold that is not current keeps its state while its entry is in the checkpoint, or can
@@ -2900,8 +2899,6 @@ class HoldBook:
         It can be while the hold is current, unless the pod was refused. A hold that leaves the
         checkpoint during the call has lost its pod: it was deleted.
         """
-        if self._states.get(state.hold.key) is not state:
-            return False  # it was dropped
         if not state.has_left:
             return self.is_current(state, now) and not self._was_refused(state)
 
@@ -2951,7 +2948,9 @@ class HoldBook:
 
     def allow(self, call: Call, now: float) -> None:
         """Note that a start is allowed: it counts for all possible callers."""
-        for state in call.callers:
+        for caller in call.callers:
+            # One that was deleted and dropped during the call can be the one that starts.
+            state = self._states.setdefault(caller.hold.key, caller)
             state.start = Start.AWAITED
             state.allowed_at = now
             state.containers = self._cgroups.containers(state.hold.pod)
