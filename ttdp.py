@@ -3257,12 +3257,16 @@ class Directories:
             if hold.locks:
                 named.add(hold.locks)
 
+        unnamed = present - named
+        if not unnamed:
+            return unnamed  # as mostly: what follows costs more
+
         # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
-        parents = {dirname(path) for path in present | named}
+        parents = {dirname(path) for path in unnamed | named}
         identities = {parent: _file_identity(parent) for parent in parents}
         in_use = {(identities[dirname(path)], basename(path)) for path in named}
         return {
-            path for path in present if (identities[dirname(path)], basename(path)) not in in_use
+            path for path in unnamed if (identities[dirname(path)], basename(path)) not in in_use
         }
 
     def _forget_all_but(self, present: set[str]) -> None:
