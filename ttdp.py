@@ -2234,10 +2234,9 @@ ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
 WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
 CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
 UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
-MISSING_FOR = 0.1  # seconds for which a checkpoint can lack an entry: an older one was written last
+MISSING_FOR = 0.1  # seconds in which an older checkpoint, written last, is followed by the newest
 
-NameOfPod = Callable[["Hold"], str]  # see name_of_pod()
-# "namespace/name" of pods by resource, ID and container: two, if both were given the ID
+# "namespace/name" of pods by resource, ID and container: of two pods, if both were given the ID
 PodNames = Mapping[tuple[str, str, str], Collection[str]]
 HoldKey = tuple[str, str, str, str]  # pod, container, resource, name of the answer
 
@@ -2248,8 +2247,8 @@ class Hold(NamedTuple):
     resource: str
     ids: DeviceIds
     name: str = ""  # that we gave this answer; empty: another version did, or another plugin
-    chips: ChipAddresses = frozenset()  # of another plugin's: see with_chips()
-    device_files: tuple[str, ...] = ()  # of another plugin's
+    chips: ChipAddresses = frozenset()  # another plugin's has more, by its device files
+    device_files: tuple[str, ...] = ()  # only of another plugin's hold: see with_chips()
     directories: tuple[str, ...] = ()  # for hugepages, on the host
     locks: str = ""  # host directory that is its /dev/shm
     is_ours: bool = True
@@ -2261,11 +2260,17 @@ class Hold(NamedTuple):
         return (self.pod, self.container, self.resource, self.name)
 
     def of(self, resource: str, ids: Iterable[str]) -> Hold:
-        """Return the hold that gives these IDs."""
+        """Return this hold, as read from an answer alone, with what the answer was given for."""
         ids = frozenset(ids)
-        # An administrator's own mount on /dev/shm is not a directory for locks.
+        hold = self._replace(resource=resource, ids=ids)
+
+        # Another mount on /dev/shm is an administrator's, and has no locks.
         has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
-        return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
+        return hold if has_locks else hold._replace(locks="")
+
+    def is_for(self, resource: str, ids: DeviceIds) -> bool:
+        """Return whether it is for exactly these IDs."""
+        return (self.resource, self.ids) == (resource, ids)
 
     def shares_device(self, resource: str, ids: Collection[str]) -> bool:
         """Return whether it has a replica of a device of which these are replicas, too."""
@@ -2281,7 +2286,7 @@ class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
     holds: Sequence[Hold] = ()
-    unreadable: Sequence[str] = ()  # our entries, "pod UID, container NAME"
+    unreadable: Sequence[str] = ()  # entries about our devices, "pod UID, container NAME"
     registered: Mapping[str, Any] = {}  # the IDs that the kubelet takes for healthy, by resource
 
 
@@ -2300,15 +2305,15 @@ def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
             if hold := _parse_entry(entry, domain):
                 holds.append(hold)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if _is_ours(entry, domain):
-                names = (str(entry.get(key))[:63] for key in ("PodUID", "ContainerName"))
-                unreadable.append(printable("pod {}, container {}".format(*names)))
+            if _concerns_us(entry, domain):
+                pod, container = str(entry.get("PodUID")), str(entry.get("ContainerName"))
+                unreadable.append(printable(f"pod {pod[:63]}, container {container[:63]}"))
                 log.debug("checkpoint: %s: %s", unreadable[-1], error)
     return Checkpoint(holds, unreadable, registered)
 
 
-def _is_ours(entry: object, domain: str) -> bool:
-    """Return whether an entry is about one of our devices, though the rest cannot be read."""
+def _concerns_us(entry: object, domain: str) -> bool:
+    """Return whether an entry that cannot be read is about our devices, whoever answered."""
     if not isinstance(entry, dict):
         return False
     with suppress(TypeError, ValueError):  # the domain can be another one by now
@@ -2381,12 +2386,13 @@ def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
 
         # Only directories in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
         # itself, which hugepages = "host" mounts, and not a configured mount such as
-        # /var/lib/tt-device-plugin/models.
-        is_private = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
-        has_locks = mount.container_path == SHM and mount.host_path != SHM
-        if is_private and name not in ("", ".", ".."):
+        # /var/lib/tt-device-plugin/models, or a path that leads out again with "..".
+        is_in_own = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
+        if is_in_own and name not in ("", ".", ".."):
             directories.append(mount.host_path)
-        elif has_locks:
+
+        # The host's own is nobody's to empty, either.
+        if mount.container_path == SHM and mount.host_path != SHM:
             locks = mount.host_path
 
     return Hold(
@@ -2406,34 +2412,33 @@ def with_chips(holds: Iterable[Hold], chips: Mapping[str, Chip]) -> Iterator[Hol
             yield hold
             continue
 
-        found = hold.chips & chips.keys()
+        found = {*hold.chips} & chips.keys()
         names = {basename(path) for path in hold.device_files}
         for bdf, chip in chips.items():
             by_id = f"{chip.function.arch}-{chip.identity.asic_id}"  # the driver's link
             if chip.is_present and not names.isdisjoint((str(chip.function.ordinal), by_id)):
-                found |= {bdf}
-        yield hold._replace(chips=found)
+                found.add(bdf)
+        yield hold._replace(chips=frozenset(found))
 
 
 # Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
-# buses, a p300's serial; of a shared device with the number of the replica.
+# buses, a p300's serial; of a shared device with the number of the replica. Others are strange.
 POSSIBLE_ID = re.compile(
     r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
 )
 
 
 def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
-    """Return IDs that no configuration gives, by resource: another plugin's, unless a hold's."""
+    """Return strange IDs by resource: another plugin's, unless a hold has them."""
     found = {}
     for resource, ids in registered.items():
-        if isinstance(ids, list) and (strange := _impossible(frozenset(map(str, ids)))):
+        if isinstance(ids, list) and (strange := _strange_of(frozenset(map(str, ids)))):
             found[resource] = strange
     return found
 
 
 @lru_cache(maxsize=32)  # each checkpoint has the same thousands of replicas, in another order
-def _impossible(ids: DeviceIds) -> DeviceIds:
-    """Return those of these IDs that the daemon cannot have given."""
+def _strange_of(ids: DeviceIds) -> DeviceIds:
     return frozenset(each for each in ids if not POSSIBLE_ID.fullmatch(each))
 
 
@@ -2518,7 +2523,7 @@ class Cgroups:
                     found.add(each.name)
         return frozenset(found)
 
-    def has_populated(self, pod: str, containers: Iterable[str]) -> bool:
+    def has_populated_one(self, pod: str, containers: Iterable[str]) -> bool:
         """Return whether a process is in one of these cgroups of a pod."""
         paths: list[str] = []
         for name in containers:
@@ -2566,7 +2571,7 @@ class Start(Enum):
     NONE = "none"  # its pod has only a sandbox
     AWAITED = "awaited"  # the container was not seen yet
     SEEN = "seen"
-    OVER = "over"  # since then, the pod's cgroup was empty
+    OVER = "over"  # since then the pod's cgroup was empty, or it was given other devices
 
 
 @dataclass(slots=True)
@@ -2668,12 +2673,9 @@ class HoldBook:
         self._domain = ""  # for which the checkpoint was read
         self._cgroups = Cgroups(settings.sysfs_root)
         self._is_stale = True  # cgroups must be listed; stays so while that fails
-        self._has_new_entries = False  # the states do not have those of the checkpoint yet
-        self._checkpoint = Checkpoint()
+        self._new_entries: Sequence[Hold] | None = None  # the checkpoint's; no state has them yet
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
-        # When a container was given devices last, by pod, container and resource.
-        self._given_at: dict[tuple[str, str, str], float] = {}
-        # In the order in which they were answered or found.
+        # In the order in which they were answered, then named or found.
         self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
 
     def refresh(self, now: float, domain: str, *, look: bool) -> None:
@@ -2681,36 +2683,27 @@ class HoldBook:
 
         Raises OSError; the next call does it all then.
         """
-        self._has_new_entries |= self._read_checkpoint(domain)
-        self._is_stale |= look or self._has_new_entries
+        self._read_checkpoint(domain)
+        self._is_stale |= look or self._new_entries is not None
         if self._is_stale:
             # Cgroups first: of a new entry's pod it matters whether it has one.
             self._cgroups.refresh()
-            if self._has_new_entries:
-                self._take_entries(now)
+            if self._new_entries is not None:
+                self._take_entries(self._new_entries, now)
             self._follow(now)
-            self._is_stale = self._has_new_entries = False
+            self._is_stale, self._new_entries = False, None
 
-    def _read_checkpoint(self, domain: str) -> bool:
-        """Return whether there is a new checkpoint."""
+    def _read_checkpoint(self, domain: str) -> None:
+        """Read the checkpoint if it has changed; raises OSError."""
         stamp = file_stamp(self._path)
-        if (stamp, domain) == (self.checkpoint_stamp, self._domain):
-            return False
-        if stamp is None and not self.has_read:
-            return False  # no kubelet has written one yet
+        # A missing one stays as it is: no kubelet has written one yet, or it has disappeared.
+        if stamp == self.checkpoint_stamp and (stamp is None or domain == self._domain):
+            return
 
+        checkpoint = self._parse_checkpoint(domain)
         self.checkpoint_stamp, self._domain = stamp, domain
-        try:
-            checkpoint = parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
-        except FileNotFoundError:
-            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
-            return False
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in OWN_ERRORS:
-                self.checkpoint_stamp = None  # so that the next call reads it again
-                raise
-            self._note_problem("cannot be read", str(error))
-            return False
+        if checkpoint is None:
+            return
 
         if self.problem:
             log.info("%s can be read again", self._path)
@@ -2720,8 +2713,19 @@ class HoldBook:
         self._strange = strange_ids(checkpoint.registered)
         self.problem, self.unreadable = None, checkpoint.unreadable
         self.has_read = True
-        self._checkpoint = checkpoint
-        return True
+        self._new_entries = checkpoint.holds
+
+    def _parse_checkpoint(self, domain: str) -> Checkpoint | None:
+        """Return the present checkpoint, None if it cannot be used; raises OSError."""
+        try:
+            return parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
+        except FileNotFoundError:
+            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in OWN_ERRORS:
+                raise
+            self._note_problem("cannot be read", str(error))
+        return None
 
     def _note_problem(self, what: str, why: str) -> None:
         """Record that the checkpoint cannot be used, and log that once."""
@@ -2730,28 +2734,21 @@ class HoldBook:
         self.problem = f"{CHECKPOINT} {what}"
         self._strange = {}  # the present registrations are not known
 
-    def _take_entries(self, now: float) -> None:
-        """Bring the states in line with the checkpoint."""
-        present = {hold.key: hold for hold in self._checkpoint.holds}
+    def _take_entries(self, entries: Iterable[Hold], now: float) -> None:
+        """Bring the states in line with the checkpoint's entries."""
+        present = {hold.key: hold for hold in entries}
         for key, hold in present.items():
             if key not in self._states:
-                self._states[key] = self._unnamed(hold) or self._found(hold)
+                self._states[key] = self._take_unnamed(hold) or self._found(hold)
             self._states[key].hold = hold
             self._states[key].is_in_checkpoint = True
-
-        self._given_at = {}
-        for state in self._states.values():
-            container = state.hold.key[:3]
-            if state.hold.pod:
-                former = self._given_at.get(container, 0.0)
-                self._given_at[container] = max(former, state.answered_at)
 
         for key, state in self._states.items():
             if state.is_in_checkpoint and key not in present:
                 state.is_in_checkpoint = False
                 state.left_at = now
 
-    def _unnamed(self, hold: Hold) -> HoldState | None:
+    def _take_unnamed(self, hold: Hold) -> HoldState | None:
         """Take out the state of an answer that a checkpoint names for the first time."""
         return self._states.pop(("", "", hold.resource, hold.name), None) if hold.name else None
 
@@ -2765,30 +2762,47 @@ class HoldBook:
 
     def _follow(self, now: float) -> None:
         """Note the progress of pods and starts, and drop the states that no longer matter."""
-        for state in self._states.values():
+        given_at = self._last_given_at()
+        for key, state in self._states.items():
             pod = state.hold.pod
             if not state.cgroup_seen:
                 state.cgroup_seen = self._cgroups.exists(pod)
             if state.start is Start.AWAITED and self._is_start_over(state, now):
                 state.start = Start.SEEN
 
-            # A pod without an entry or a cgroup may have ended. That is noted at once: a static pod
-            # comes back under its UID, and would seem to have run on.
+            # Most ends are noted by note_ended_pods(). That of a pod without an entry or a cgroup
+            # is noted at once: a static pod comes back under its UID, and would seem to have run
+            # on.
             if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
+
+            # A container that was given other devices since runs on those: its pod is a static one
+            # that has come back under its UID; or the kubelet has lost its checkpoint, and
+            # allocates again for a container that it starts again.
+            if state.has_left and state.answered_at < given_at.get(key[:3], 0.0):
+                state.start = Start.OVER
 
         # A hold that is not current keeps its state while its entry is in the checkpoint, or can
         # return to it: without the state, the next refresh would take a pod that has ended for one
         # whose cgroup does not exist yet. A recent hold keeps it because it may have used a
         # directory that another recent answer names: see directory_for().
-        for key in [*self._states]:
-            state = self._states[key]
+        kept = {}
+        for key, state in self._states.items():
             was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
-            if not (was_there or state.is_recent(now) or self.is_current(state, now)):
-                del self._states[key]
+            if was_there or state.is_recent(now) or self.is_current(state, now):
+                kept[key] = state
+        self._states = kept
 
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
+
+    def _last_given_at(self) -> dict[tuple[str, str, str], float]:
+        """Return when containers were given devices last, by pod, container and resource."""
+        given_at: dict[tuple[str, str, str], float] = defaultdict(float)
+        for key, state in self._states.items():
+            if state.hold.pod:
+                given_at[key[:3]] = max(given_at[key[:3]], state.answered_at)
+        return given_at
 
     def _is_start_over(self, state: HoldState, now: float) -> bool:
         """Return whether the container of an awaited start was seen, or will not come."""
@@ -2801,7 +2815,7 @@ class HoldBook:
         if not self._cgroups.exists(pod):
             return True
         new = self._cgroups.containers(pod) - state.containers
-        return self._cgroups.has_populated(pod, new)
+        return self._cgroups.has_populated_one(pod, new)
 
     def note_ended_pods(self) -> None:
         """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
@@ -2820,30 +2834,21 @@ class HoldBook:
         Kubelets write a checkpoint after each answer, so only a tool that asks for the same IDs
         again and again has many that none names. The oldest of these are dropped.
         """
-        same = []
+        unnamed = []  # in the order in which they were answered
         for key, state in self._states.items():
-            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            is_same = state.hold.is_for(hold.resource, hold.ids)
             if is_same and not state.hold.pod and state.start is Start.NONE:
-                same.append(key)
+                unnamed.append(key)
 
-        oldest = same[: 1 - UNNAMED_MAX]  # with the new one, UNNAMED_MAX are left
-        for key in oldest:
-            del self._states[key]
+        while len(unnamed) >= UNNAMED_MAX:
+            del self._states[unnamed.pop(0)]
         self._states[hold.key] = HoldState(hold, answered_at=now)
 
     def is_current(self, state: HoldState, now: float) -> bool:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
         if state.is_in_checkpoint or state.is_recent(now):
             return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state) and not self._is_replaced(state)
-
-    def _is_replaced(self, state: HoldState) -> bool:
-        """Return whether the container of a hold was given other devices since.
-
-        It runs on those then. The pod is a static one that has come back under its UID; or the
-        kubelet has lost its checkpoint, and allocates again for a container that it starts again.
-        """
-        return self._given_at.get(state.hold.key[:3], 0.0) > state.answered_at
+        return self.runs(state)
 
     def current(self, now: float) -> tuple[Hold, ...]:
         """Return the current holds."""
@@ -2876,35 +2881,35 @@ class HoldBook:
     def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
         """Return a PreStartContainer call that comes now, with its possible callers.
 
-        These are the pods that the checkpoint has with exactly these IDs, and holds that no
-        checkpoint has named yet, unless it has named a later one. The last answer counts although
-        its entry has left the checkpoint, if it is recent: an older checkpoint can be the last that
-        was written.
+        These are all holds of exactly these IDs that may call. If several have left the checkpoint,
+        only the last answer is one: the kubelet has given the IDs away since the others.
         """
         callers = []
         for state in self._states.values():
-            is_same = (state.hold.resource, state.hold.ids) == (resource, ids)
-            if is_same and self._may_call(state, now, now):
+            if state.hold.is_for(resource, ids) and self._may_call(state, now, now):
                 callers.append(state)
 
-        # The kubelet has given the IDs away since the answers before that.
-        given_at = max((state.answered_at for state in callers), default=0.0)
-        callers = [
-            state for state in callers if not state.has_left or state.answered_at >= given_at
-        ]
+        last = max((state.answered_at for state in callers), default=0.0)
+        callers = [state for state in callers if not state.has_left or state.answered_at == last]
         return Call(resource, ids, chips, callers, now)
 
     def _may_call(self, state: HoldState, came_at: float, now: float) -> bool:
-        """Return whether a pod can have made a PreStartContainer call with its hold's IDs.
+        """Return whether a PreStartContainer call that came then can be that of a hold's container.
 
-        A pod that leaves the checkpoint during its call was deleted.
+        It can be while the hold is current, unless the pod was refused. A hold that leaves the
+        checkpoint during the call has lost its pod: it was deleted.
         """
-        if self._states.get(state.hold.key) is not state:
-            return False  # it was dropped
-        was_missing = state.left_at < came_at and state.is_recent(came_at)
-        if state.has_left and not was_missing:
-            return now - state.left_at < MISSING_FOR
-        return self.is_current(state, now) and not self._was_refused(state)
+        if not state.has_left:
+            return self.is_current(state, now) and not self._was_refused(state)
+
+        # The kubelet calls for a recent answer also while an older checkpoint is the last that was
+        # written. The entry is then missing already when the call comes.
+        was_missing = state.left_at < came_at
+        if was_missing and state.is_recent(came_at):
+            return self.is_current(state, now)
+
+        # An entry that has just left can return.
+        return now - state.left_at < MISSING_FOR
 
     def _was_refused(self, state: HoldState) -> bool:
         """Return whether the kubelet has refused the pod of an answer, at another resource.
@@ -2918,40 +2923,43 @@ class HoldBook:
         return any(each.hold.pod and each.answered_at > state.answered_at for each in states)
 
     def was_deleted(self, call: Call, now: float) -> bool:
-        """Return whether the pod of a call has left the checkpoint, whichever it is."""
-        return bool(call.callers) and not any(
-            self._may_call(each, call.came_at, now) for each in call.callers
-        )
+        """Return whether the pod of a call was deleted: none of its callers may call any more."""
+        remaining = [each for each in call.callers if self._may_call(each, call.came_at, now)]
+        return bool(call.callers) and not remaining
 
     def waits_for(self, call: Call, holds: Iterable[Hold]) -> list[Hold]:
         """Return the holds for whose pods' end a start must wait; none if it is allowed.
 
         It waits while another pod runs on one of the chips without sharing them. `holds`: the
-        current ones. If there is only one possible caller, its own containers do not count: the
-        start is that of its next one, or a restart.
+        current ones. If only one pod can be the caller, its own containers do not count: the start
+        is that of its next one, or a restart.
         """
+        pods = {state.pod_key for state in call.callers}
+        own_pod = pods if len(pods) == 1 else set()
+
         running = []
         for hold in holds:
             if call.chips.isdisjoint(hold.chips) or hold.shares_device(call.resource, call.ids):
                 continue
-            if self.runs(self._states[hold.key]):
+            state = self._states[hold.key]
+            if self.runs(state) and state.pod_key not in own_pod:
                 running.append(hold)
-
-        caller_pods = {state.pod_key for state in call.callers}
-        if len(caller_pods) == 1:
-            states = self._states
-            running = [hold for hold in running if states[hold.key].pod_key not in caller_pods]
         return running
 
     def allow(self, call: Call, now: float) -> None:
         """Note that a start is allowed: it counts for all possible callers."""
-        for state in call.callers:
+        for caller in call.callers:
+            # One that was deleted and dropped during the call can be the one that starts.
+            state = self._states.setdefault(caller.hold.key, caller)
             state.start = Start.AWAITED
             state.allowed_at = now
             state.containers = self._cgroups.containers(state.hold.pod)
 
     def forgotten_ids(self, resource: str, holds: Iterable[Hold]) -> DeviceIds:
-        """Return IDs of running pods that the kubelet does not know, so takes for free."""
+        """Return IDs that the kubelet takes for free though a pod runs on them.
+
+        It was deleted by force, or the kubelet has lost its checkpoint.
+        """
         found: set[str] = set()
         for hold in holds:
             state = self._states[hold.key]
@@ -2978,24 +2986,25 @@ class HoldBook:
         while the checkpoint does not have it yet, or has it only since the kubelet was asked. So a
         known name stays, and an ID that was given away since the checkpoint's answer has no name.
         """
-        pods = defaultdict(set)
-        for hold in self._checkpoint.holds:
-            for device_id in hold.ids:
-                pods[hold.resource, device_id, hold.container].add(hold.pod)
-
+        pods = defaultdict(set)  # of the checkpoint, by resource, ID and container
         last_holds: dict[tuple[str, str], Hold] = {}  # of the last answer with each ID
         for state in sorted(self._states.values(), key=lambda state: state.answered_at):
-            for device_id in state.hold.ids:
-                last_holds[state.hold.resource, device_id] = state.hold
+            hold = state.hold
+            for device_id in hold.ids:
+                last_holds[hold.resource, device_id] = hold
+                if state.is_in_checkpoint:
+                    pods[hold.resource, device_id, hold.container].add(hold.pod)
 
         names = dict(self.names)
         for (resource, device_id, container), holders in pods.items():
+            # If several pods have the ID, the names of all others must be known.
             unnamed = holders - names.keys()
             taken = {names[pod] for pod in holders - unnamed}
             possible = {*listed.get((resource, device_id, container), ())} - taken
             if len(unnamed) != 1 or len(possible) != 1:
-                continue  # it is not known which is whose
+                continue
 
+            # It is this pod's if the ID was given to it last, before the kubelet was asked.
             (pod,) = unnamed
             last = last_holds.get((resource, device_id))
             if last and last.pod == pod and last.key in asked:
@@ -3005,22 +3014,15 @@ class HoldBook:
     def to_saved(self) -> list[Json]:
         return [state.to_saved() for state in self._states.values()]
 
-    # The directories of holds: see below.
-
     def directory_for(self, hold: Hold, now: float) -> str | None:
-        """Return the name of the hugepage directory that a new answer shares; None: a new one.
+        """Return the name of an existing hugepage directory for a new answer; None: a new one.
 
         The kubelet gives an init container's IDs to the pod's other containers, too, each with an
         Allocate, before any of them starts. So an answer for the same IDs as a recent one has its
-        directory, if nobody can have used that. Containers that share a device have one directory.
+        directory, if nobody can have used that.
         """
         if all(map(is_replica, hold.ids)):
-            for device_id in sorted(hold.ids):
-                for state in self._states.values():
-                    shares = state.hold.shares_device(hold.resource, [device_id])
-                    if shares and state.hold.directories and self.is_current(state, now):
-                        return basename(state.hold.directories[0])
-            return None
+            return self._shared_directory(hold, now)
 
         used: set[str] = set()
         for state in self._states.values():
@@ -3028,10 +3030,19 @@ class HoldBook:
                 used.update(state.hold.directories)
 
         for state in reversed(self._states.values()):
-            is_same = (state.hold.resource, state.hold.ids) == (hold.resource, hold.ids)
+            is_same = state.hold.is_for(hold.resource, hold.ids)
             is_unused = used.isdisjoint(state.hold.directories)
             if is_same and state.is_recent(now) and is_unused and state.hold.directories:
                 return basename(state.hold.directories[0])
+        return None
+
+    def _shared_directory(self, hold: Hold, now: float) -> str | None:
+        """Return the name of the directory that containers on a shared device have in common."""
+        for device_id in sorted(hold.ids):
+            for state in self._states.values():
+                shares = state.hold.shares_device(hold.resource, [device_id])
+                if shares and state.hold.directories and self.is_current(state, now):
+                    return basename(state.hold.directories[0])
         return None
 
     def left_behind(self, call: Call, holds: Iterable[Hold]) -> set[str]:
@@ -3056,8 +3067,15 @@ class HoldBook:
 # -- lists -----------------------------------------------------------------------------------------
 
 
+def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
+    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
+    if not hold.pod:
+        return "a pod that is being admitted"
+    return names.get(hold.pod, f"pod {hold.pod}")
+
+
 def advertise(
-    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], name_of: NameOfPod
+    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], names: Mapping[str, str]
 ) -> Resources:
     """Return the resources as the kubelet gets them, by name: those of the offer, if holds fit it.
 
@@ -3087,12 +3105,11 @@ def advertise(
     for hold in holds:
         for bdf in hold.chips & offer.by_chip.keys():
             resource, ids = offer.by_chip[bdf]
-            has_device = hold.resource == resource.name and not hold.ids.isdisjoint(ids)
-            if has_device or hold.shares_device(resource.name, ids):
+            if hold.shares_device(resource.name, ids[:1]):  # as for the device's other replicas
                 continue
             for device_id in ids:
                 if (resource.name, device_id) not in held:
-                    device = _withheld_device(resource.devices[device_id], hold, name_of)
+                    device = _withheld_device(resource.devices[device_id], hold, names)
                     changed[resource.name][device_id] = device
 
     if not changed:
@@ -3114,11 +3131,11 @@ def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> D
     return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
 
 
-def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
+def _withheld_device(device: Device, hold: Hold, names: Mapping[str, str]) -> Device:
     """Return a device as the kubelet gets it while a pod holds its chips by another ID."""
+    holder = name_of_pod(hold, names)
     held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
-    reason = f"held until {name_of(hold)} ends (as {held_as})"
-    return device._replace(holder=name_of(hold), withheld=reason)
+    return device._replace(holder=holder, withheld=f"held until {holder} ends (as {held_as})")
 
 
 # -- directories -----------------------------------------------------------------------------------
@@ -3131,7 +3148,7 @@ def _withheld_device(device: Device, hold: Hold, name_of: NameOfPod) -> Device:
 # anything: nothing here follows a link, or depends on how deep or how large it is.
 
 STEPS = 1000  # files that are removed at a time: about 10 ms
-STEPS_TAKE = 0.01  # seconds, at most; for each GiB of a file in memory the kernel takes 0.1 s
+STEPS_TAKE = 0.01  # seconds after which none is begun: a file of 1 GiB in memory takes 0.1 s alone
 RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
 
 
@@ -3190,11 +3207,11 @@ class Directories:
         self._note_new(path)
         parent = dirname(path)
         with _naming(parent):
-            _make_directory(parent, 0o755)
+            if not os.path.lexists(parent):
+                _make_directory(parent, 0o755)
             _check_lock_dir(parent)
         with _naming(path), _opened_directory(parent) as directory:
             _make_directory(path, 0o1777, directory)
-            _set_mode(path, 0o1777, directory)
 
     def _note_new(self, path: str) -> None:
         """Note a path that is about to be made, unless it exists."""
@@ -3213,6 +3230,7 @@ class Directories:
         """
         for path in hold.directories:
             if not _is_directory(path, 0o777):
+                # Without its hugetlbfs, the pages would be ordinary files.
                 own = [f"{each.host}/{OWN_DIRECTORY}" for each in hugetlbfs_mounts(self._settings)]
                 if dirname(path) in own:
                     _make_hugepage_directory(path)
@@ -3228,29 +3246,35 @@ class Directories:
         In the daemon's first WRITTEN_WITHIN seconds only its own are returned: answers of the
         daemon before it may not be in the checkpoint yet.
         """
-        named: set[str] = set()
-        for hold in holds:
-            named.update(hold.directories, [hold.locks])
         present = {*self._hugepage_paths(), *self._lock_paths}
-        for by_path in (self.resisting, self._tried_at):
-            for path in by_path.keys() - present:
-                del by_path[path]
-
+        self._forget_all_but(present)
         if now - self._began_at < WRITTEN_WITHIN:
             present &= self._made
-        self._made &= present
+
+        named: set[str] = set()
+        for hold in holds:
+            named.update(hold.directories)
+            if hold.locks:
+                named.add(hold.locks)
 
         unnamed = present - named
         if not unnamed:
-            return unnamed
+            return unnamed  # as mostly: what follows costs more
 
         # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
-        parents = {dirname(path) for path in (*named, *unnamed)}
+        parents = {dirname(path) for path in unnamed | named}
         identities = {parent: _file_identity(parent) for parent in parents}
         in_use = {(identities[dirname(path)], basename(path)) for path in named}
         return {
             path for path in unnamed if (identities[dirname(path)], basename(path)) not in in_use
         }
+
+    def _forget_all_but(self, present: set[str]) -> None:
+        """Drop what is recorded of other paths, which do not exist any more."""
+        self._made &= present
+        for by_path in (self.resisting, self._tried_at):
+            for path in by_path.keys() - present:
+                del by_path[path]
 
     def clear(
         self,
@@ -3335,11 +3359,8 @@ def _make_hugepage_directory(path: str) -> None:
     parent = dirname(path)
     with _naming(parent):
         _make_directory(parent, 0o700)
-        with _opened_own_directory(parent) as directory:
-            os.fchmod(directory, 0o700)  # runtimes make missing ones 0755
-            with _naming(path):
-                _make_directory(path, 0o777, directory)
-                _set_mode(path, 0o777, directory)
+        with _opened_own_directory(parent) as directory, _naming(path):
+            _make_directory(path, 0o777, directory)
 
 
 def _check_lock_dir(path: str) -> None:
@@ -3361,34 +3382,36 @@ def _empty(directory: int, steps: RemovalSteps) -> None:
     """
     failures: list[OSError] = []
     taken_before = steps.taken
-    has_moved = True  # so there are entries that the last pass may not have seen
+    is_flat = False
 
     try:
-        while has_moved:
-            has_moved = False
+        while not is_flat:
+            is_flat = True
             for entry in _entries(directory, steps):
                 try:
                     if entry.is_dir(follow_symlinks=False):
-                        if _is_removed(entry.name, directory):
+                        if _remove_if_empty(entry.name, directory):
                             continue
-                        has_moved |= _move_up(entry.name, directory, steps, failures)
+                        # This pass may not come to what is moved here.
+                        is_flat &= not _move_up(entry.name, directory, steps, failures)
                         os.rmdir(entry.name, dir_fd=directory)
                     else:
                         os.unlink(entry.name, dir_fd=directory)
                 except OSError as error:
                     failures.append(error)
     except OutOfSteps:
-        # If most entries resist, they are tried again after a pause: they must not take all steps
-        # of each turn.
-        if 2 * len(failures) <= steps.taken - taken_before:
+        # The next turn goes on, unless most entries resist. That is an error, and there is a pause:
+        # these would be the first again, and take all steps of each turn.
+        most_resist = 2 * len(failures) > steps.taken - taken_before
+        if not most_resist:
             raise
 
     if failures:
         raise failures[0]
 
 
-def _is_removed(name: str, parent: int) -> bool:
-    """Return whether a directory was empty, and is removed now.
+def _remove_if_empty(name: str, parent: int) -> bool:
+    """Remove a directory if it is empty, and return whether it was.
 
     Raises OSError for a mount point: what is mounted there is not for us to remove.
     """
@@ -3436,7 +3459,7 @@ def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         os.unlink(name, dir_fd=parent)
         return
-    if not _is_removed(name, parent):
+    if not _remove_if_empty(name, parent):
         with _opened_to_empty(name, 0o700, parent) as directory:
             _empty(directory, steps)
         os.rmdir(name, dir_fd=parent)
@@ -3453,10 +3476,13 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
-    """Make a directory that is missing, in an open parent; raises OSError."""
+    """Make a directory that is missing, in an open parent, or put its mode right; raises OSError.
+
+    The umask changes the mode of a new one, and runtimes make missing ones 0755.
+    """
     with suppress(FileExistsError):
         os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
-        _set_mode(path, mode, parent)  # despite the umask
+    _set_mode(path, mode, parent)
 
 
 def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
@@ -3464,7 +3490,8 @@ def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
     name = path if parent is None else basename(path)
     # A container can have closed it. Root without capabilities cannot read it then.
     with _opened_directory(name, parent, os.O_PATH) as directory:
-        if not _is_roots(os.fstat(directory)):
+        status = os.fstat(directory)
+        if not _is_roots(status) or stat.S_IMODE(status.st_mode) == mode:
             return
         try:
             os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
@@ -3558,7 +3585,7 @@ class Rank(NamedTuple):
 
     is_optional: bool  # not a must-include
     is_refused: bool  # by Allocate, if the kubelet offers it all the same
-    is_occupied: bool  # a pod has it that the kubelet has forgotten
+    is_forgotten: bool  # the kubelet takes it for free, but a pod runs on it
     repeats: int  # IDs of the same device that are chosen before it
     users: int  # IDs of the same device that are not available
 
@@ -3644,11 +3671,11 @@ def preferred_allocation(
     available: Collection[str],
     must_include: Collection[str],
     size: int,
-    occupied: Collection[str] = (),
+    forgotten: Collection[str] = (),
 ) -> list[str]:
     """Return the best `size` of the available IDs; raises RequestError.
 
-    `occupied`: IDs on which a pod still runs though it was deleted by force: see HOLDS.
+    `forgotten`: see HoldBook.forgotten_ids().
     """
     check_replicas(resource, size)
     free = frozenset(available)
@@ -3657,7 +3684,7 @@ def preferred_allocation(
 
     chosen: set[str] = set()
     chosen_devices: set[int] = set()
-    by_rank = _ids_by_rank(resource, free, required, size, occupied)
+    by_rank = _ids_by_rank(resource, free, required, size, frozenset(forgotten))
     for rank in sorted(by_rank):
         ids = by_rank[rank]
         needed = size - len(chosen)
@@ -3706,13 +3733,13 @@ def _ids_by_rank(
     free: DeviceIds,
     required: DeviceIds,
     size: int,
-    occupied: Iterable[str],
+    forgotten: DeviceIds,
 ) -> dict[Rank, dict[int, str]]:
     """Return the IDs of each rank, by the numbers of their devices: 1. above.
 
     A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
     """
-    refused, forgotten = resource.refused, frozenset(occupied)
+    refused = resource.refused
     special = required | refused | forgotten
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
@@ -3761,7 +3788,7 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
     # the same NUMA nodes are adjacent to keep the number of choices low.
     boards = [board for board in boards if board.chosen or board.candidates]
     boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
-    fewest_boards = _fewest_boards(boards, size)[size]
+    max_boards = _fewest_boards(boards, size)[size]
 
     choices = [Choice()]
     for index, board in enumerate(boards, 1):
@@ -3770,7 +3797,7 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
         is_end_of_ring = not later or later[0].ring != board.ring
 
         best: dict[tuple[object, ...], Choice] = {}
-        for choice in _extended(choices, board, later, size, fewest_boards):
+        for choice in _extended(choices, board, later, size, max_boards):
             nodes = choice.numa_nodes & ended_nodes
             trays = choice.trays if is_end_of_ring else frozenset()
             if nodes or trays:
@@ -3789,17 +3816,16 @@ def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
 def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
     """Return for 0, 1, 2, … `size` chosen candidates the lowest number of boards in use.
 
-    It is infinite if the boards have fewer candidates. Boards with a device that is chosen by its
-    rank are in use anyway.
+    It is infinite if the boards have fewer candidates.
     """
-    in_use = [len(board.candidates) for board in boards if board.chosen]
+    in_use = [len(board.candidates) for board in boards if board.chosen]  # by its rank, anyway
     others = [len(board.candidates) for board in boards if not board.chosen]
 
     # Each further board that is taken into use is the one with the most candidates.
     fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
     for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
         fewest += [number] * room
-    return fewest + [inf] * size
+    return fewest + [inf] * size  # at least as many as are asked for
 
 
 def _extended(
@@ -3807,11 +3833,11 @@ def _extended(
     board: Board,
     later: Sequence[Board],
     size: int,
-    fewest_boards: float,
+    max_boards: float,
 ) -> Iterator[Choice]:
     """Yield these choices with each number of candidates of one more board.
 
-    Those that cannot end on the fewest boards are left out.
+    Those that cannot be completed to `size` on at most `max_boards` are left out.
     """
     fewest_later = _fewest_boards(later, size)
     for own_size in range(min(len(board.candidates), size) + 1):
@@ -3822,7 +3848,7 @@ def _extended(
             if left < 0:
                 continue
             boards_in_all = choice.cost.boards + is_used + fewest_later[left]
-            if boards_in_all <= fewest_boards:
+            if boards_in_all <= max_boards:
                 fitting.append(choice)
 
         if not is_used:
@@ -3998,13 +4024,22 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
     chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
 
+    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
+    labels["count"] = str(len(devices))
+    labels["replicas"] = str(resource.replicas or 1)
+    labels["sharing"] = "true" if resource.replicas else "false"
+
     # A shared resource that has kept its name is told apart by its product.
     product = common_value(chip.board_type for chip in chips)
     if product and resource.replicas and resource.short_name == resource.base_name:
         product += "-SHARED"
+    labels["product"] = product
 
+    # One value for all devices, or none.
     complete = [device for device in devices if not device.incomplete]
     memory = {sum(chip.memory for chip in device.chips) for device in complete}
+    if len(memory) == 1 and memory != {0}:
+        labels["memory"] = str(memory.pop())
 
     # A device can be one chip of its board, so whole boards are counted by their chips.
     numbers: Counter[object] = Counter()
@@ -4012,19 +4047,9 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
         numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
     sizes = {device.place.board: device.place.board_size for device in devices}
     whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
-
-    numa_nodes = {chip.function.numa_node for chip in chips} - {None}
-    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
-    labels["count"] = str(len(devices))
-    labels["product"] = product
-    labels["replicas"] = str(resource.replicas or 1)
-    labels["sharing"] = "true" if resource.replicas else "false"
     labels["boards"] = str(len(whole_boards))
 
-    # One value for all devices, or none.
-    if len(memory) == 1 and memory != {0}:
-        labels["memory"] = str(memory.pop())
-    if numa_nodes:
+    if numa_nodes := {chip.function.numa_node for chip in chips} - {None}:
         labels["numa-nodes"] = str(len(numa_nodes))
     return labels
 
@@ -4114,23 +4139,17 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
 
     # Chips rarely change, as a Chip has no measured values.
     settings = observation.settings
-    is_same = former and former.observation.settings == settings and former.chips == chips
-    offer = former.offer if former and is_same else make_offer(chips, settings)
+    if former and former.observation.settings == settings and former.chips == chips:
+        offer = former.offer
+    else:
+        offer = make_offer(chips, settings)
 
-    name_of = partial(name_of_pod, names=observation.names)
-    advertised = advertise(offer, chips, holds, name_of)
-
-    # Holds change with each pod, their IDs' devices rarely: keep lists that are computed already.
+    advertised = advertise(offer, chips, holds, observation.names)
+    # Holds change with each pod, their IDs' devices rarely: keep the former resources, as they have
+    # their messages for the kubelet and all else that they have computed already.
     if former and former.offer is offer and former.resources == advertised:
         advertised = former.resources
     return Decision(observation, chips, holds, offer, advertised)
-
-
-def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
-    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
-    if not hold.pod:
-        return "a pod that is being admitted"
-    return names.get(hold.pod, f"pod {hold.pod}")
 
 
 # ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================

@@ -442,6 +442,33 @@ def test_of_two_pods_with_one_id_the_first_start_goes_on(world: BookWorld) -> No
     assert ttdp._why_waiting(call, waits_for, decision) == why
 
 
+def test_an_allowed_start_can_be_that_of_a_pod_that_was_deleted_during_the_call(
+    world: BookWorld,
+) -> None:
+    """Two pods had its ID, and the kubelet does not cancel the call."""
+    pods = [entry(), entry(pod=SECOND)]
+    for each in pods:
+        world.answer(each)
+        world.make_cgroup(each.uid)
+    world.write(*pods)
+    assert world.start(entry()) == "allowed"
+    world.make_cgroup(FIRST, "main")
+
+    world.now += 100
+    call = world.call(entry(pod=SECOND))
+    assert world.outcome(call) == {FIRST, SECOND}
+
+    world.write(entry())
+    assert world.seconds(lambda: world.now < 1000 + ttdp.CREATED_WITHIN + 2)
+    world.make_cgroup(FIRST)
+    assert world.outcome(call) == "allowed"
+
+    world.make_cgroup(SECOND, "main")
+    world.remove_cgroup(FIRST)
+    world.write()
+    assert world.look() == {A} and world.running() == {SECOND}
+
+
 def test_a_pods_name_is_recorded_if_it_is_known_which_pods_it_is(world: BookWorld) -> None:
     """Not if two have its ID. A known name stays when the kubelet's List has the next pod."""
     world.write(entry(), entry(pod=SECOND))
@@ -682,6 +709,26 @@ def test_what_a_pod_has_left_on_the_chips_is_emptied_unless_the_pod_runs(world: 
     assert left_behind(world, world.call(heir)) == set()
 
 
+def test_a_container_that_was_given_devices_again_does_not_run_in_its_former_directory(
+    world: BookWorld,
+) -> None:
+    """There another pod with its ID has left pages, before the kubelet lost its checkpoint."""
+    pods = [entry(directory=own("x")), entry(pod=SECOND, directory=own("x"))]
+    for each in pods:
+        world.answer(each)
+        world.make_cgroup(each.uid, "pause")
+    world.write(*pods)
+    assert world.start(pods[1]) == "allowed"
+    world.remove_cgroup(SECOND)
+    world.now += 1
+
+    again = entry(2, 1, directory=own("y"))
+    world.answer(again)
+    world.write(again)
+
+    assert left_behind(world, world.call(again)) == {"x"}
+
+
 # -- the checkpoint --------------------------------------------------------------------------------
 
 
@@ -729,6 +776,24 @@ def test_without_a_checkpoint_no_kubelet_was_here_yet(
     """This is no problem, unlike one that has disappeared."""
     assert not world.look()
     assert not (world.book.problem or world.book.has_read or caplog.messages)
+
+
+def test_a_checkpoint_that_could_never_be_read_and_is_deleted_has_disappeared(
+    world: BookWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody looks for the error in a file that is not there."""
+    caplog.set_level("INFO")
+    world.put(b"garbage")
+    world.look()
+    assert world.book.problem == f"{ttdp.CHECKPOINT} cannot be read"
+
+    world.path.unlink()
+    world.look()
+    assert world.book.problem == f"{ttdp.CHECKPOINT} has disappeared"
+
+    world.write(entry())
+    assert world.look() == {A}
+    assert world.book.problem is None and len(caplog.messages) == 2
 
 
 def test_an_unchanged_checkpoint_is_read_once(

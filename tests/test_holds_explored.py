@@ -321,11 +321,13 @@ class Node:
 
         callers = {state.hold.pod for state in call.callers}
         for pod in self.pods:
-            is_older = is_young and pod.answered_at < self.began_at
-            if pod is mine or pod.busy or pod.uid in callers or is_older:
+            if pod is mine or pod.busy or pod.uid in callers:
                 continue
 
             for each in pod.containers:
+                answered_at = min(pod.answered_at, self.answered[each.name])
+                if is_young and answered_at < self.began_at:
+                    continue
                 is_there = each.directory.is_dir() and not each.is_shared
                 is_others = str(each.directory) not in call.directories
                 if is_there and is_others and not each.chips.isdisjoint(container.chips):
