@@ -191,7 +191,10 @@ class WatchedNode(Node):
         return {each.host_pid for each in self.openers.now if each.pod == pod.uid}
 
     def started_at(self, pod: NodePod) -> float:
-        """Return when the first process started that has a pod's device files open."""
+        """Return when the first process started that has a pod's device files open.
+
+        That is a time of CLOCK_BOOTTIME.
+        """
         stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.processes(pod)]
         ticks = [int(stat.rpartition(")")[2].split()[19]) for stat in stats]  # starttime
         return min(ticks) / os.sysconf("SC_CLK_TCK")
