@@ -224,6 +224,7 @@ class RandomSteps:
 
     def _create(self, manifest: JSON, *, static: bool = False) -> bool:
         """Create a pod, and wait until it runs or is refused; return whether it runs."""
+        self.node.wait_known(self._resource)
         pod = self.node.add(manifest, static=static)
         self._pods.append(pod)
         self._all.append(pod)
