@@ -22,6 +22,7 @@ from tests.e2e.guestnode import (
     chip_of,
     device_numbers,
     is_own_file,
+    logged,
     next_attempts,
     swap,
     waits,
@@ -60,12 +61,14 @@ like_umd page /dev/hugepages/tenstorrent &
 
 
 def configure(config: str) -> None:
-    """Write the daemon's configuration, and let it take effect.
+    """Write the daemon's configuration, and wait until it has taken effect.
 
     Not by systemctl reload, which also checks the file, in another process.
     """
+    before = logged("configuration reloaded")
     CONFIG.write_text(config)
     shell(f"systemctl kill --signal=HUP {UNIT}")
+    wait_for(lambda: logged("configuration reloaded") > before, "the reload")
 
 
 def free_pages() -> int:
@@ -229,7 +232,7 @@ def private_pages(node: GuestNode) -> JSON:
         for name, kind in kinds.items()
     }
     for name, pod in pods.items():
-        found[name] = pod.wait_output("page is mapped")[:10]
+        found[name] = pod.wait_output("page is mapped")
         inside = Path(f"/proc/{pod.process().pid}/root{PAGES}")
         found[f"files of {name}"] = sorted(path.name for path in inside.iterdir())
 

@@ -165,14 +165,14 @@ class GuestPod(Pod):
         self.forget_containers()
         process.signal(signal.SIGKILL)
 
-    def wait_output(self, *texts: str) -> list[str]:
-        """Wait until the output has each of these texts; return its lines."""
+    def wait_output(self, line: str) -> list[str]:
+        """Wait until the output has this line; return all lines."""
 
         def written() -> list[str] | None:
             lines = self.output()
-            return lines if all(any(text in line for line in lines) for text in texts) else None
+            return lines if line in lines else None
 
-        return wait_for(written, lambda: f"{texts} of {self.why()}")
+        return wait_for(written, lambda: f"{line!r} of {self.why()}")
 
 
 def next_attempts(*pods: GuestPod, attempts: int = 2) -> dict[str, list[str]]:
@@ -338,6 +338,8 @@ def swap(one: str, other: str) -> None:
     for chip in reversed(numbers):
         shell(f"echo {chip} > {driver}/bind")
 
+    # Containers find their files by udev's links.
+    shell(f"udevadm settle --timeout={PATIENCE:.0f}")
     after = device_numbers()
     assert (after[one], after[other]) == (before[other], before[one]), (before, after)
 
@@ -352,10 +354,14 @@ def ctr(command: str) -> str:
     return shell(f"ctr --namespace k8s.io {command}")
 
 
+def logged(text: str) -> int:
+    """Return how often the daemon's log has a text."""
+    return shell(f"journalctl --identifier={UNIT} --output=cat --no-pager").count(text)
+
+
 def waits() -> int:
-    """Return how often a container's start has waited for a pod, by the daemon's log."""
-    journal = shell(f"journalctl --identifier={UNIT} --output=cat --no-pager")
-    return journal.count("container start waits: ")
+    """Return how often a container's start has waited for a pod."""
+    return logged("container start waits: ")
 
 
 def _kubelets_pods() -> set[str]:

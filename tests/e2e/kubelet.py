@@ -228,8 +228,8 @@ class Kubelet:
         return found
 
     def _ask(self, method: str, request: Any) -> Any:
-        """Call the pod resources API."""
+        """Call the pod resources API; a kubelet that was just started may not listen yet."""
         socket_path = self._machine.path("/var/lib/kubelet/pod-resources/kubelet.sock")
         with grpc.insecure_channel(f"unix://{socket_path}") as channel:
             stub = podresources_pb2_grpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
-            return getattr(stub, method)(request, timeout=LONG_PATIENCE)
+            return getattr(stub, method)(request, timeout=LONG_PATIENCE, wait_for_ready=True)

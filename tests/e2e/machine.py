@@ -356,8 +356,7 @@ def remove_cgroups(cgroup: str) -> None:
 
 
 def _removed(cgroup: Path) -> bool:
-    try:
+    # It is busy for the moment in which the kernel still takes its last processes apart.
+    with contextlib.suppress(OSError):
         cgroup.rmdir()
-    except OSError:  # busy for the moment in which the kernel still takes its last processes apart
-        return False
-    return True
+    return not cgroup.exists()

@@ -5,6 +5,7 @@ Standard library only, for scripts on virtual machines.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,10 +131,13 @@ class Pod:
         files = self.logs.glob(f"default_{self.name}_{self.uid}/main/*.log")
         lines: list[str] = []
         for file in sorted(files, key=lambda each: int(each.stem)):
-            lines += file.read_text(errors="replace").splitlines()
+            # Of several containers that have ended, the kubelet keeps the last one's only.
+            with contextlib.suppress(FileNotFoundError):
+                # The last line can be half written.
+                lines += file.read_text(errors="replace").split("\n")[:-1]
 
-        # "2026-01-01T00:00:00.0Z stdout F text"; the last line can be half written.
-        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+        # "2026-01-01T00:00:00.0Z stdout F text"
+        return [line.split(" ", 3)[3] for line in lines]
 
     def why(self) -> str:
         """Return what is known of a pod that is not as it should be."""

@@ -188,9 +188,10 @@ def swap(cards: SimulatedNode, file: Path, one: str, other: str) -> None:
 
 def described(file: Path) -> dict[str, str]:
     """Return what a file describes: by name the host's path of its (first) device file."""
-    if not file.exists():  # there is no chip
+    try:
+        devices = json.loads(file.read_text())["devices"]
+    except FileNotFoundError:  # there is no chip
         return {}
-    devices = json.loads(file.read_text())["devices"]
     return {
         device["name"]: device["containerEdits"]["deviceNodes"][0]["hostPath"] for device in devices
     }

@@ -73,12 +73,12 @@ async def metrics_of_a_node(home: Path) -> str:
             await kubelet.admit("team-a/train", "main", {N150: 1, P150: 1})
             dead.die()
 
-            def is_complete() -> bool:
+            def complete() -> str | None:
                 text = file.read_text() if file.exists() else ""
-                return all(each in text for each in ("no_response", '"train"', "tt_device_open"))
+                wanted = ("no_response", '"train"', "tt_device_open")
+                return text if all(each in text for each in wanted) else None
 
-            await until(is_complete, "the metrics of a pod and a fault")
-            return file.read_text()
+            return await until(complete, "the metrics of a pod and a fault")
 
 
 @pytest.fixture(scope="module")

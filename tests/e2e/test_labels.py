@@ -46,17 +46,20 @@ rename = "%s"
 """
 
 
-@pytest.mark.parametrize("name", ["n300-half", "n" * 63])
-def test_labels_of_a_node_are_valid(host: Site, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "firmware"), [("n300-half", "n300-half.firmware"), ("n" * 63, "firmware")]
+)
+def test_labels_of_a_node_are_valid(host: Site, name: str, firmware: str) -> None:
     """nfd-worker, as installed, makes a label of each line; all are valid and of our domain."""
     directory = host.machine.path(DIRECTORY)
     file = directory / "tt-device-plugin"
     for card in ("n300", "n300", "p300c"):
         host.cards.add(card)
     host.start_daemon(f'labels_dir = "{DIRECTORY}"\n{SHARED % name}')
-    # It is written again when the last chip was read, which is where a board's number is from.
+    # It is written again when a chip was read, which is where firmware and boards are from.
+    read = (f"{DOMAIN}/{firmware}.version=", f"{DOMAIN}/p300.boards=1\n")
     wait_until(
-        lambda: file.exists() and f"{DOMAIN}/p300.boards=1\n" in file.read_text(), "all labels"
+        lambda: file.exists() and all(each in file.read_text() for each in read), "all labels"
     )
 
     labels = labels_by_nfd(directory, "-label-sources=local")

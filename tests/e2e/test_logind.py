@@ -92,6 +92,7 @@ class System(Container):
         self("systemctl", "stop", "session")
         is_deleted = ("test", "!", "-e", "/dev/shm/marker")
         wait_until(lambda: self.status_of(*is_deleted) == 0, "logind to delete files")
+        self(*sessions)  # which logind answers after that pass
 
     def stop_containers(self) -> None:
         units = [f"{name}.service" for name in UNITS]

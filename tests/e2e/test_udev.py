@@ -16,6 +16,8 @@ GUEST = vm.Guest(
     platform=vm.amd64("bookworm"),
     functions=("10.0", "11.0", "12.0"),
 )
+# What udevadm tells if udev takes longer than the five seconds that postinst waits for it.
+SLOW = "Timed out while waiting for udev queue to empty."
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,8 @@ def test_the_first_installation_loads_the_driver(
 ) -> None:
     """Without an error if the driver is blacklisted or not installed."""
     found = steps[f"installed {reason}"]
-    assert found["said"] == "status 0" and found["errors"] == "", found
+    said = [line for line in found["said"].splitlines() if line != SLOW]
+    assert said == ["status 0"] and found["errors"] == "", found
     assert_links_lead_to_their_chips(found, len(GUEST.functions) if is_loaded else 0)
 
 

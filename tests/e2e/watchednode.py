@@ -170,10 +170,30 @@ class WatchedNode(Node):
         self.wait_holds(pod)
         return pod
 
+    def wait_known(self, resource: str) -> None:
+        """Wait until the kubelet has had a list of a resource.
+
+        Before that it admits a pod that wants one, without it, and never makes the container. A
+        scheduler gives no such pod to the node.
+        """
+
+        def is_known() -> bool:
+            # There is none while a kubelet that has lost it has had no list at all.
+            return (
+                self.kubelet.checkpoint.exists()
+                and resource in self._written()["RegisteredDevices"]
+            )
+
+        wait_until(is_known, f"a list of {resource}")
+
+    def _written(self) -> JSON:
+        """Return what the kubelet has written down."""
+        return dict(json.loads(self.kubelet.checkpoint.read_text())["Data"])
+
     def held(self, *pods: NodePod) -> list[Entry]:
         """Return what the kubelet has written down that these pods were given."""
         uids = {pod.uid for pod in pods}
-        data = json.loads(self.kubelet.checkpoint.read_text())["Data"]
+        data = self._written()
         entries = [Entry.parse(item) for item in data["PodDeviceEntries"] or ()]
         return [entry for entry in entries if entry.uid in uids]
 
@@ -191,7 +211,10 @@ class WatchedNode(Node):
         return {each.host_pid for each in self.openers.now if each.pod == pod.uid}
 
     def started_at(self, pod: NodePod) -> float:
-        """Return when the first process started that has a pod's device files open."""
+        """Return when the first process started that has a pod's device files open.
+
+        That is a time of CLOCK_BOOTTIME.
+        """
         stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.processes(pod)]
         ticks = [int(stat.rpartition(")")[2].split()[19]) for stat in stats]  # starttime
         return min(ticks) / os.sysconf("SC_CLK_TCK")
