@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.e2e.builds import CACHE, FRESH, cached, digest
 from tests.e2e.container import Missing, in_tree, require, root_tree, unpack
+from tests.e2e.machine import Scratch
 from tests.e2e.steps import Steps
 from tests.world.processes import ROOT
 
@@ -74,8 +75,7 @@ def run(guest: Guest, deb: Path) -> Steps:
 
     Raises Missing if something that it needs is not available here.
     """
-    with tempfile.TemporaryDirectory(prefix="ttdp-vm-", dir="/var/tmp") as directory:
-        work = Path(directory)
+    with Scratch() as work:
         root = work / "root"
         kernel = guest.platform.make_root(guest, root)
         _put_script(guest, root)
