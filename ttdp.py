@@ -581,10 +581,6 @@ def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> J
         raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
 
     source = f"{prefix}{heading}{which} " if heading else prefix
-    for each in fields(TABLES[heading]):
-        if each.default is MISSING and each.name not in table:
-            raise ConfigError(f"{source}{each.name} is missing")
-
     known = _keys_of(heading)
     values = {}
     for key, value in table.items():
@@ -606,6 +602,11 @@ def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> J
             values[key] = tuple(rows)
         else:
             raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+
+    # Last, as a key that is missing may be there under a mistyped name.
+    for each in fields(TABLES[heading]):
+        if each.default is MISSING and each.name not in values:
+            raise ConfigError(f"{source}{each.name} is missing")
     return values
 
 

@@ -515,6 +515,7 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         ("[sharing]\nresources = 1", "sharing.resources: 1 is not valid; must be tables: [[shari"),
         ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),
         ("[[sharing.resources]]\nreplicas = 2", f"{ENTRY}name is missing"),
+        ("[[sharing.resources]]\nnam = 'n300'\nreplicas = 2", f"{ENTRY}unknown key 'nam'; did you"),
         (SHARED.replace("n300", "a/b/c"), f"{ENTRY}name: 'a/b/c' is not valid; must be the name"),
         (SHARED.replace("'n300'", '"two\\nlines/n300"'), f"{ENTRY}name: 'two\\nlines/n300' is not"),
         (SHARED.replace("n300", "b.c/n300"), f"{ENTRY}b.c/n300: its domain is not tenstorrent.com"),
