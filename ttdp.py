@@ -746,10 +746,11 @@ Result = TypeVar("Result")
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
+    """A PCI function of a Tenstorrent card, as sysfs shows it.
 
-    Number and path of the device file are set together. A bound driver can lack the file for a
-    moment, while it appears or is removed.
+    While the driver has a class device for it, it has a number, and the path at which its device
+    file should be. A bound driver can lack the class device for a moment, while it appears or is
+    removed.
     """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
@@ -772,12 +773,8 @@ class PciFunction(NamedTuple):
     def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
-    def is_same_but_numa_node(self, other: PciFunction) -> bool:
-        """Return whether nothing else differs; an administrator can correct it in sysfs."""
-        return self._replace(numa_node=other.numa_node) == other
-
-    def without_device_file(self, driver: str | None = None) -> PciFunction:
-        """Return the function with this driver, but without a class device."""
+    def without_class_device(self, driver: str | None = None) -> PciFunction:
+        """Return the function with this driver, but without number and path of a device file."""
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
@@ -821,6 +818,11 @@ class Telemetry(NamedTuple):
     def is_empty(self) -> bool:
         """Return whether the firmware reports nothing: it is late, or was dead at the probe."""
         return self == Telemetry()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether nothing could be read, so that all other values are unknown."""
+        return self.all_ones or self.error is not None
 
 
 ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
@@ -1005,7 +1007,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
             return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
-    return function.without_device_file(basename(driver) if driver else None)
+    return function.without_class_device(basename(driver) if driver else None)
 
 
 def file_fault_now(function: PciFunction) -> str | None:
@@ -1347,8 +1349,6 @@ def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None
 
     # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
     telemetry = read_telemetry(function)
-    if sensors and (telemetry.all_ones or telemetry.error):
-        sensors = {}
     return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
 
 
@@ -1375,16 +1375,6 @@ class Kind(Enum):
     SILENT = "silent"  # no telemetry
 
 
-# Faults during which no value of the chip can be read. The others leave some readable: DEVICE_FILE,
-# as sysfs needs no device file, and SILENT, as PCI's own attributes need no firmware.
-UNREADABLE = (
-    Kind.GONE,
-    Kind.NO_DRIVER,
-    Kind.BLOCKED,
-    Kind.NO_RESPONSE,
-    Kind.RESETTING,
-    Kind.READ_ERROR,
-)
 NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
 WAITING = "waiting for firmware telemetry"  # text of a chip's fault after ChipState.vanish()
 
@@ -1431,7 +1421,7 @@ class Vitals(NamedTuple):
     def after(self, reading: Reading, settings: HealthSettings) -> Vitals:
         """Return the vitals after a reading."""
         telemetry = reading.telemetry
-        if telemetry.error or telemetry.all_ones:
+        if telemetry.has_failed:
             return self
         if telemetry.is_empty:
             since = reading.at if self.empty_since is None else self.empty_since
@@ -1538,16 +1528,17 @@ def board_of_card(card: str) -> str:
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
-    It is *seen* from the first scan that finds it, *present* while it has a device file, and
-    *listed*, so a device of a resource, from the time that it had a valid one. Measured values are
-    not here, but in the text of a fault: they change all the time, and no decision depends on them.
+    It is *seen* from the first scan that finds it, *present* while it has a class device, and
+    *listed*, so a device of a resource, from its first reading with a valid device file. Measured
+    values are not here, but in the text of a fault: they change all the time, and no decision
+    depends on them.
     """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     telemetry_fault: Fault | None = None  # by its last reading; counts only while it is present
     is_throttling: bool = False  # for the log
-    had_device_file: bool = False  # at any time since boot
+    was_present: bool = False  # at any time since boot
     is_listed: bool = False  # see ChipState.start_listing()
 
     @property
@@ -1589,11 +1580,6 @@ class Chip(NamedTuple):
         return Reason(fault.text, fix_command(self.bdf))
 
     @property
-    def is_readable(self) -> bool:
-        """Return whether its last values are true. Without a class device nothing reads it."""
-        return self.is_present and (self.fault is None or self.fault.kind not in UNREADABLE)
-
-    @property
     def card_type(self) -> str | None:
         """Return the exact card type, "p150a"."""
         return self.identity.card or CARDS.get(self.function.subsystem)
@@ -1618,7 +1604,7 @@ Chips = Iterable[Chip]
 
 
 def _absence(function: PciFunction) -> Fault:
-    """Return why a function that is on the bus has no device file."""
+    """Return why a function that is on the bus has no class device."""
     if function.driver == DRIVER:
         return Fault(Kind.DEVICE_FILE, "driver is bound, but there is no device file")
     if function.driver:
@@ -1715,34 +1701,37 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
 
 @dataclass(slots=True)
 class ChipState:
-    """All that is known of a chip; decisions depend on `chip`."""
+    """All that is known of a chip; decisions depend on `chip`.
+
+    Values are only kept while they are true. So a chip whose last reading has failed, or that has
+    not been read since it was present again, has neither telemetry nor sensors.
+    """
 
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
-    fault_kind: str | None = None  # value of the present fault's kind
+    fault_kind: str | None = None  # value of the kind of fault that `since` is about
     since: float | None = None  # seconds since boot until that kind began; None: unknown
-    telemetry: Telemetry | None = None  # last values, while they are true
+    telemetry: Telemetry | None = None
     sensors: Mapping[str, float] = field(default_factory=dict)
-    processes: Sequence[ProcessRow] | None = None
+    processes: Sequence[ProcessRow] | None = None  # None: unknown
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file."""
-        self.chip = self.chip._replace(function=function, had_device_file=True)
-        self.telemetry = self.processes = None
-        self.sensors = {}
+        """Record that it is present, perhaps with another number than before."""
+        self.chip = self.chip._replace(function=function, was_present=True)
 
     def vanish(self, function: PciFunction) -> None:
-        """Record that it has no device file.
+        """Record that it is not present.
 
-        When the file is back, the chip has a fault of the present kind until it has been read.
+        When it is back, it has a fault of the present kind until it has been read.
         """
         self.chip = self.chip._replace(function=function)
-        if self.chip.fault and self.chip.had_device_file:
+        if self.chip.fault and self.chip.was_present:
             waiting = self.chip.fault._replace(text=WAITING)
             self.chip = self.chip._replace(telemetry_fault=waiting)
 
         # The driver asks the firmware again when it is bound: from then on FIRMWARE_TIMEOUT counts.
         self.vitals = self.vitals._replace(empty_since=None)
+        self._drop_values()
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         """Record a reading: the chip's identity, its fault, and the values to show."""
@@ -1753,6 +1742,7 @@ class ChipState:
             self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
             self.vitals = Vitals()
             self.fault_kind = self.since = None
+            self._drop_values()
 
         self.vitals = self.vitals.after(reading, settings)
         fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)
@@ -1765,13 +1755,18 @@ class ChipState:
             is_throttling=self.vitals.is_throttling,
         )
 
-        # Those of an unreadable chip are not shown; of a silent one there are none.
-        if not telemetry.error and not telemetry.all_ones:
-            self.telemetry = telemetry
+        # Sensors are read before telemetry: if that has failed, they can be those of a dead chip.
+        self.telemetry = None if telemetry.has_failed else telemetry
         if reading.sensors is not None:
-            self.sensors = reading.sensors
-            self.processes = reading.processes
+            self.sensors, self.processes = reading.sensors, reading.processes
+        if telemetry.has_failed:
+            self.sensors = {}
         self.start_listing()
+
+    def _drop_values(self) -> None:
+        """Forget what was read of it, until it is read again."""
+        self.telemetry = self.processes = None
+        self.sensors = {}
 
     def start_listing(self) -> None:
         """List it, as soon as its device file is valid."""
@@ -1782,7 +1777,7 @@ class ChipState:
         """Record that a read of its telemetry takes too long."""
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
-        self.sensors, self.processes = {}, None  # which are not read meanwhile
+        self._drop_values()
 
     def date_fault(self, now: float | None) -> None:
         """Record when the present kind of fault has begun; see Inventory.date_faults()."""
@@ -1826,7 +1821,7 @@ class ChipState:
             function,
             Identity(*saved["identity"]),
             fault,
-            had_device_file=True,
+            was_present=True,  # as no other chip is saved
             is_listed=saved["is_listed"],
         )
         vitals = Vitals(*saved["vitals"])
@@ -1853,7 +1848,7 @@ class Inventory:
 
     @property
     def present(self) -> list[PciFunction]:
-        """Return the functions that have a device file."""
+        """Return the functions of the chips that are present, so can be read."""
         states = self.states.values()
         return [state.chip.function for state in states if state.chip.is_present]
 
@@ -1874,19 +1869,13 @@ class Inventory:
 
             if function.ordinal is None:
                 state.vanish(function)
-                continue
-
-            # The state of a new chip has this function already, but never had a device file.
-            is_new = not state.chip.had_device_file
-            if is_new or not function.is_same_but_numa_node(state.chip.function):
-                state.appear(function)
             else:
-                state.chip = state.chip._replace(function=function)
+                state.appear(function)
 
         # States stay until the daemon ends.
         for bdf in self.states.keys() - functions.keys():
             last = self.states[bdf].chip.function
-            self.states[bdf].vanish(last.without_device_file()._replace(on_bus=False))
+            self.states[bdf].vanish(last.without_class_device()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record readings of chips."""
@@ -4108,9 +4097,9 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
     chips = dict(observation.chips)
     holds = list(with_chips(observation.holds, chips))
     for hold in holds:
-        # A chip that a pod was given had a device file once.
+        # A chip that a pod was given was present once.
         for bdf in hold.chips - chips.keys():
-            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
+            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), was_present=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
 
     # Chips rarely change, as a Chip has no measured values.
@@ -4399,10 +4388,10 @@ CHIP_METRICS = {
 
 
 def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
-    """Return the metrics of chips that had a device file since boot."""
+    """Return the metrics of chips that were present at any time since boot."""
     samples = Samples("tt_device_", CHIP_METRICS)
     for bdf, chip in decision.chips.items():
-        if not chip.had_device_file:
+        if not chip.was_present:
             continue
 
         resource, _ = decision.devices.get(bdf, (None, None))
@@ -4426,11 +4415,10 @@ def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
                 add("fault", 1, kind=chip.fault.kind.value)
 
         state = states.get(bdf)
-        if state and chip.is_readable:
-            telemetry = state.telemetry or Telemetry()
-            add("temperature_celsius", telemetry.temperature)
-            add("temperature_limit_celsius", telemetry.throttles_at)
-            add("thermal_trips_total", telemetry.trips)
+        if state and state.telemetry:
+            add("temperature_celsius", state.telemetry.temperature)
+            add("temperature_limit_celsius", state.telemetry.throttles_at)
+            add("thermal_trips_total", state.telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
             if state.processes is not None:
@@ -4657,7 +4645,6 @@ def _chip_row(
     """
     function = chip.function
     resource, device = decision.devices.get(chip.bdf, (None, None))
-    telemetry = state.telemetry or Telemetry()
     in_service = not decision.is_out_of_service(chip.bdf)
     began = time.gmtime(since) if in_service and since is not None else None
 
@@ -4673,8 +4660,8 @@ def _chip_row(
         "asic_id": chip.identity.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
-        "temperature": telemetry.temperature if chip.is_readable else None,
-        "power": state.sensors.get("power1_input") if chip.is_readable else None,
+        "temperature": state.telemetry.temperature if state.telemetry else None,
+        "power": state.sensors.get("power1_input"),
         # Faults of a chip that is out of service do not matter.
         "healthy": chip.fault is None if in_service else None,
         "reason": str(chip.reason) if chip.reason and in_service else None,
@@ -5511,7 +5498,7 @@ class Host:
         self.save_by = inf
         chips = {}
         for bdf, state in self.inventory.states.items():
-            if state.chip.had_device_file:
+            if state.chip.was_present:
                 chips[bdf] = state.to_saved()
         self.state_file.save(sorted(self.files.by_path), chips, self.holds.to_saved())
 

@@ -50,7 +50,7 @@ class Followed:
         return self.kind
 
     def vanish(self) -> None:
-        self.state.vanish(self.function.without_device_file()._replace(on_bus=False))
+        self.state.vanish(self.function.without_class_device()._replace(on_bus=False))
         self.history.append(self.state.chip)
 
     def come_back(self) -> None:

@@ -656,7 +656,7 @@ async def test_a_fault_that_the_view_finds_first_has_its_own_time(
 def test_a_card_that_was_never_bound_is_in_the_status_with_its_command() -> None:
     """It is not a device of a resource."""
     one = chip(1)
-    unbound = one._replace(function=one.function.without_device_file(), is_listed=False)
+    unbound = one._replace(function=one.function.without_class_device(), is_listed=False)
     reason = UNBOUND_REASON.format(bdf=bdf(1))
     status = f"1 Tenstorrent PCI function without a driver; {bdf(1)}: {reason}"
     assert ttdp.status_line(decide([unbound]), {}) == status
@@ -699,7 +699,7 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     chips = []
     for bus, changes in enumerate(kinds, 1):
         one = chip(bus)
-        function = one.function.without_device_file()._replace(**changes)
+        function = one.function.without_class_device()._replace(**changes)
         is_listed = bus == len(kinds)
         chips.append(one._replace(function=function, is_listed=is_listed))
 

@@ -66,7 +66,7 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
     chips = []
     for bus in (1, 2, 3, 4):
         found = p300(bus)
-        chips.append(found._replace(function=found.function.without_device_file()))
+        chips.append(found._replace(function=found.function.without_class_device()))
 
     assert board_ids(chips) == [None] * 4
 
