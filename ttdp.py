@@ -1035,7 +1035,7 @@ PIDS_MAX = 2**18  # bytes of a list of process IDs
 PROCESSES_MAX = 1000  # that are shown of a chip
 
 
-def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
+def processes_on(settings: Settings, function: PciFunction) -> list[ProcessRow] | None:
     """Return the processes that opened a device file; None if unknown (a driver before 2.5).
 
     The driver's list has a line for each open file, and any user can open the device file a million
@@ -1043,7 +1043,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """
     proc = settings.proc_root
     try:
-        with open(f"{proc}/driver/{DRIVER}/{ordinal}/pids", "rb") as file:
+        with open(f"{proc}/driver/{DRIVER}/{function.ordinal}/pids", "rb") as file:
             lines = file.readlines(PIDS_MAX)
     except OSError:
         return None
@@ -1338,14 +1338,14 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
 
 
 def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
-    """Read a chip's telemetry; with settings, also its sensors and the processes that use it.
+    """Read a present chip's telemetry; with settings, also its sensors, and who has it open.
 
     Raises OSError for OWN_ERRORS only. Can block for ten seconds.
     """
     sensors = processes = None
-    if settings and function.ordinal is not None:
+    if settings:
         sensors = read_sensors(function)
-        processes = processes_on(settings, function.ordinal)
+        processes = processes_on(settings, function)
 
     # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
     telemetry = read_telemetry(function)
@@ -1494,13 +1494,15 @@ def judge(
     if telemetry.all_ones:
         return Fault(Kind.NO_RESPONSE, "chip does not respond (registers read as ones)")
 
-    if vitals.misses >= settings.heartbeat_misses and not telemetry.is_empty:
-        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-        return Fault(Kind.STALLED, problem)
+    # Vitals are from before, while a chip reports nothing.
+    if not telemetry.is_empty:
+        if vitals.misses >= settings.heartbeat_misses:
+            problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+            return Fault(Kind.STALLED, problem)
 
-    if vitals.limit_reached is not None and not telemetry.is_empty:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
-        return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
+        if vitals.limit_reached is not None:
+            degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
+            return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
 
     holdoff = settings.trip_holdoff
     if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
@@ -1634,7 +1636,7 @@ class Place(NamedTuple):
     """The board that a chip is on, and its position on a Galaxy."""
 
     board: object  # equal for the chips of one board; a Galaxy's tray is a board
-    board_size: int = 1  # chips of the whole board
+    board_size: int = 1  # chips of the whole board, also if the others are not known
     board_id: str | None = None  # its ID with unit = "board"; None: it is not known
     unknown: str = ""  # why it is not known
     tray: Tray | None = None  # None: not on a Galaxy, or not known
@@ -1694,8 +1696,10 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
 
     # More than two were seen if the board was moved to another slot: then its former addresses are
     # not on the bus. If it is absent there as well, any two of its addresses will do.
+    members = chips
+    if len(chips) > 2:
+        members = on_bus or chips[-2:]
     found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
-    members = on_bus if len(chips) > 2 and on_bus else chips[-2:]
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 
@@ -1993,16 +1997,13 @@ class Resource:
     def device_list(self) -> DeviceList:
         """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
-        for ids in self.ids_by_device:
-            for device_id in ids:
-                device = self.devices[device_id]
-                nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-
-                message.devices.add(
-                    ID=device_id,
-                    health="Unhealthy" if device.reason else "Healthy",
-                    topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
-                )
+        for device_id, device in self.devices.items():
+            nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+            message.devices.add(
+                ID=device_id,
+                health="Unhealthy" if device.reason else "Healthy",
+                topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
+            )
         return message
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
@@ -2064,8 +2065,8 @@ def devices_by_name(chips: Sequence[Chip], settings: Settings) -> dict[str, list
     chip_places = places(chips)
     groups = defaultdict(list)
     for chip in chips:
-        # A chip whose board is not known belongs to no device.
-        if device_id := chip_places[chip.bdf].board_id if by_board else chip.bdf:
+        device_id = chip_places[chip.bdf].board_id if by_board else chip.bdf
+        if device_id:  # a chip whose board is not known belongs to no device
             groups[resource_name(chip, settings), device_id].append(chip)
 
     devices = defaultdict(list)
@@ -2176,11 +2177,11 @@ def _without_effect(
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
-        if missing:
-            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
-        elif not found:
+        if not found:
             available = ", ".join(devices) or "none"
             yield f"sharing: there is no resource {entry.name}; available: {available}"
+        elif missing:
+            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
 
         # A count takes any devices, so it lacks some only if none is left.
         name = settings.sharing.shared_name(entry)

@@ -490,8 +490,8 @@ async def test_unknown_users_are_a_question_mark(served: Served) -> None:
 
 
 def processes_on(card: Card) -> list[ttdp.ProcessRow]:
-    assert card.ordinal is not None
-    return ttdp.processes_on(settings_of(card.node, card.node.root), card.ordinal) or []
+    function = ttdp.PciFunction(card.bdf, ordinal=card.ordinal)
+    return ttdp.processes_on(settings_of(card.node, card.node.root), function) or []
 
 
 def test_a_hidden_process_is_a_user(node: SimulatedNode) -> None:
@@ -518,9 +518,9 @@ async def test_reads_that_are_slow_are_waited_for(
     """On a busy machine nothing is unknown for that."""
     genuine = ttdp.processes_on
 
-    def slow(settings: ttdp.Settings, ordinal: int) -> list[ttdp.ProcessRow] | None:
+    def slow(*arguments: Any) -> list[ttdp.ProcessRow] | None:
         time.sleep(4 * ttdp.SLOW_AFTER)
-        return genuine(settings, ordinal)
+        return genuine(*arguments)
 
     monkeypatch.setattr(ttdp, "processes_on", slow)
     assert await users(served) == ["-", "-", "-"]

@@ -237,9 +237,10 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     assert later.offer.without_effect == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
 
-    none = decide(FOUR, shared(SharedResource("p150", 2)))
-    assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
-    assert none.offer.without_effect[0] in log_lines(None, none)
+    for no_device in (SharedResource("p150", 2), SharedResource("p150", 2, "half", ("0",))):
+        none = decide(FOUR, shared(no_device))
+        assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
+        assert none.offer.without_effect[0] in log_lines(None, none)
 
 
 @pytest.mark.parametrize(
