@@ -1666,15 +1666,20 @@ def places(chips: Chips) -> dict[str, Place]:
 def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
     """Return the places of a Galaxy's chips, by their buses.
 
-    One bus that no Galaxy has shows a virtual machine, in which the others mean nothing either.
+    One bus that no Galaxy has, or one with several chips, shows a virtual machine, in which the
+    others mean nothing either.
     """
     found, strange = {}, []
+    chips_on_bus = Counter(address_numbers(chip.bdf)[:2] for chip in chips)
     for chip in chips:
         domain, bus, *_ = address_numbers(chip.bdf)
         tray = Tray(chip.card_type or "", domain, bus & 0xF0)
         board_id = f"{domain:04x}:{tray.bus:02x}"
-        found[chip.bdf] = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
-        if tray.bus not in GALAXY_TRAYS or bus & 0x0F not in GALAXY_POSITIONS:
+        place = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
+        found[chip.bdf] = place
+
+        is_on_galaxy = tray.bus in GALAXY_TRAYS and place.position in GALAXY_POSITIONS
+        if not is_on_galaxy or chips_on_bus[domain, bus] > 1:
             strange.append(f"{bus:02x}")
 
     if strange:
