@@ -993,10 +993,6 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     # sysfs has -1 on a platform that does not say.
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
 
-    # The usual case: the known device file is still the chip's.
-    if function.path and not function.file_fault and not file_fault_now(function):
-        return function
-
     # The class device is looked for below the PCI function. In /sys/class its name could lead to
     # another chip already, as numbers are reused.
     for name in names_in(f"{function.directory}/{DRIVER}"):
