@@ -255,10 +255,7 @@ class Key(NamedTuple):
     accepts: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
     choices: tuple[str, ...] = ()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.accepts(True)  # as no other key does
+    is_switch: bool = False  # true or false
 
     def parse(self, value: Any, source: str) -> Any:
         """Return a value of the file as one of the settings; raises ConfigError."""
@@ -266,7 +263,7 @@ class Key(NamedTuple):
             if self.accepts(value):
                 return self.convert(value)
 
-            # Of a list, what is wrong in it.
+            # Of a list, what is wrong in it; nothing is, if it must not be empty.
             if isinstance(value, list):
                 value = [each for each in value if not self.accepts([each])] or value
         raise _invalid(source, value, self.valid)
@@ -351,7 +348,7 @@ def _one_of(choices: tuple[str, ...], help: str) -> Key:
 
 
 def _switch(help: str) -> Key:
-    return Key(help, "true or false", lambda value: isinstance(value, bool))
+    return Key(help, "true or false", lambda value: isinstance(value, bool), is_switch=True)
 
 
 def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
@@ -778,7 +775,7 @@ class PciFunction(NamedTuple):
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The Tenstorrent functions on the PCI bus by address; those of other vendors are None.
+# The functions on the PCI bus, by address; None for one of another vendor.
 Bus = dict[str, PciFunction | None]
 
 
@@ -1316,7 +1313,7 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     with suppress(OSError):
         hwmon = hwmon_directory(function)
     directories = {
-        "hwmon": hwmon or "",
+        "hwmon": hwmon or f"{function.directory}/hwmon",  # which has no attributes
         "class": function.class_device,
         "pci": function.directory,
     }
@@ -1412,7 +1409,7 @@ class Vitals(NamedTuple):
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
     had_telemetry: bool = False  # at any time since boot
-    empty_since: float | None = None  # since when telemetry has been missing
+    empty_since: float | None = None  # since when there is none, also if there never was any
 
     def after(self, reading: Reading, settings: HealthSettings) -> Vitals:
         """Return the vitals after a reading."""
