@@ -195,9 +195,10 @@ ENDS: list[tuple[str, Callable[[ChipState], None]]] = [
     ("resetting", lambda state: read(state, failure(errno.ENODATA))),
     ("read_error", lambda state: read(state, failure(errno.EIO))),
 ]
+each_end = pytest.mark.parametrize(("kind", "end"), ENDS, ids=[kind for kind, _ in ENDS])
 
 
-@pytest.mark.parametrize(("kind", "end"), ENDS)
+@each_end
 def test_a_chip_that_cannot_be_read_has_no_values(
     kind: str, end: Callable[[ChipState], None]
 ) -> None:
@@ -210,7 +211,7 @@ def test_a_chip_that_cannot_be_read_has_no_values(
     assert found == {"healthy": 0, f'fault{{kind="{kind}"}}': 1}
 
 
-@pytest.mark.parametrize(("kind", "end"), ENDS)
+@each_end
 def test_a_chip_that_can_be_read_again_has_no_sensors_of_before(
     kind: str, end: Callable[[ChipState], None]
 ) -> None:
