@@ -263,9 +263,9 @@ class Key(NamedTuple):
             if self.accepts(value):
                 return self.convert(value)
 
-            # Of a list, what is wrong in it; nothing is, if it must not be empty.
+            # Of a list, what is wrong in it.
             if isinstance(value, list):
-                value = [each for each in value if not self.accepts([each])] or value
+                value = [each for each in value if not self.accepts([each])]
         raise _invalid(source, value, self.valid)
 
     def parse_text(self, text: str, source: str) -> Any:
