@@ -1629,7 +1629,7 @@ class Place(NamedTuple):
     """The board that a chip is on, and its position on a Galaxy."""
 
     board: object  # equal for the chips of one board; a Galaxy's tray is a board
-    board_size: int = 1  # chips of the whole board, also if the others are not known
+    board_size: int = 1  # chips of the whole board, also if it is not known which they are
     board_id: str | None = None  # its ID with unit = "board"; None: it is not known
     unknown: str = ""  # why it is not known
     tray: Tray | None = None  # None: not on a Galaxy, or not known
