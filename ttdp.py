@@ -1730,9 +1730,6 @@ class ChipState:
         if self.chip.fault and self.chip.was_present:
             waiting = self.chip.fault._replace(text=WAITING)
             self.chip = self.chip._replace(telemetry_fault=waiting)
-
-        # The driver asks the firmware again when it is bound: from then on FIRMWARE_TIMEOUT counts.
-        self.vitals = self.vitals._replace(empty_since=None)
         self._drop_values()
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
@@ -1772,7 +1769,7 @@ class ChipState:
 
     def start_listing(self) -> None:
         """List it, as soon as its device file is valid."""
-        if not self.chip.is_listed and not self.chip.function.file_fault:
+        if not self.chip.function.file_fault:
             self.chip = self.chip._replace(is_listed=True)
 
     def block(self) -> None:

@@ -375,6 +375,11 @@ UNUSABLE: Mapping[str, tuple[dict[str, Any], Kind, Reason]] = {
         Kind.GONE,
         Reason("PCI device is gone", FIX),
     ),
+    "not on the bus, not loaded": (
+        NOT_BOUND | {"on_bus": False, "driver_is_loaded": False},
+        Kind.GONE,
+        Reason("PCI device is gone", FIX),
+    ),
     "not loaded": (
         NOT_BOUND | {"driver_is_loaded": False},
         Kind.NO_DRIVER,
