@@ -556,3 +556,15 @@ def test_a_pod_that_changes_no_list_costs_no_new_one(settings: Settings) -> None
     assert decision.resources is former.resources and decision.depends_on_holds
     ended = ttdp.decide(former.observation._replace(holds=(another,)), decision)
     assert ended.resources is ended.offer.resources and not ended.depends_on_holds
+
+
+def test_a_shared_device_counts_as_withheld_if_one_of_its_ids_is() -> None:
+    """A pod has the first replica, and another one has the chip under a former name."""
+    pods = [
+        hold("n150", f"{BDFS[0]}::0", buses=[1]),
+        hold("former", BDFS[0], buses=[1], pod="u2"),
+    ]
+
+    found = decide(FOUR, shared(SharedResource("n150", 2)), pods).resources["tenstorrent.com/n150"]
+
+    assert [each.holder for each in found.unique_devices] == ["default/serve", None, None, None]
