@@ -255,10 +255,7 @@ class Key(NamedTuple):
     accepts: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
     choices: tuple[str, ...] = ()
-
-    @property
-    def is_switch(self) -> bool:
-        return self.accepts(True)  # as no other key does
+    is_switch: bool = False  # true or false
 
     def parse(self, value: Any, source: str) -> Any:
         """Return a value of the file as one of the settings; raises ConfigError."""
@@ -268,7 +265,7 @@ class Key(NamedTuple):
 
             # Of a list, what is wrong in it.
             if isinstance(value, list):
-                value = [each for each in value if not self.accepts([each])] or value
+                value = [each for each in value if not self.accepts([each])]
         raise _invalid(source, value, self.valid)
 
     def parse_text(self, text: str, source: str) -> Any:
@@ -351,7 +348,7 @@ def _one_of(choices: tuple[str, ...], help: str) -> Key:
 
 
 def _switch(help: str) -> Key:
-    return Key(help, "true or false", lambda value: isinstance(value, bool))
+    return Key(help, "true or false", lambda value: isinstance(value, bool), is_switch=True)
 
 
 def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
@@ -581,10 +578,6 @@ def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> J
         raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
 
     source = f"{prefix}{heading}{which} " if heading else prefix
-    for each in fields(TABLES[heading]):
-        if each.default is MISSING and each.name not in table:
-            raise ConfigError(f"{source}{each.name} is missing")
-
     known = _keys_of(heading)
     values = {}
     for key, value in table.items():
@@ -606,6 +599,11 @@ def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> J
             values[key] = tuple(rows)
         else:
             raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+
+    # Last, as a key that is missing may be there under a mistyped name.
+    for each in fields(TABLES[heading]):
+        if each.default is MISSING and each.name not in values:
+            raise ConfigError(f"{source}{each.name} is missing")
     return values
 
 
@@ -745,10 +743,11 @@ Result = TypeVar("Result")
 
 
 class PciFunction(NamedTuple):
-    """A PCI function of a Tenstorrent card, with its device file, as sysfs shows them.
+    """A PCI function of a Tenstorrent card, as sysfs shows it.
 
-    Number and path of the device file are set together. A bound driver can lack the file for a
-    moment, while it appears or is removed.
+    While the driver has a class device for it, it has a number, and the path at which its device
+    file should be. A bound driver can lack the class device for a moment, while it appears or is
+    removed.
     """
 
     bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
@@ -771,16 +770,12 @@ class PciFunction(NamedTuple):
     def is_same_model(self, other: PciFunction) -> bool:
         return (self.arch, self.subsystem) == (other.arch, other.subsystem)
 
-    def is_same_but_numa_node(self, other: PciFunction) -> bool:
-        """Return whether nothing else differs; an administrator can correct it in sysfs."""
-        return self._replace(numa_node=other.numa_node) == other
-
-    def without_device_file(self, driver: str | None = None) -> PciFunction:
-        """Return the function with this driver, but without a class device."""
+    def without_class_device(self, driver: str | None = None) -> PciFunction:
+        """Return the function with this driver, but without number and path of a device file."""
         return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
 
 
-# The Tenstorrent functions on the PCI bus by address; those of other vendors are None.
+# The functions on the PCI bus, by address; None for one of another vendor.
 Bus = dict[str, PciFunction | None]
 
 
@@ -820,6 +815,11 @@ class Telemetry(NamedTuple):
     def is_empty(self) -> bool:
         """Return whether the firmware reports nothing: it is late, or was dead at the probe."""
         return self == Telemetry()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether nothing could be read, so that all other values are unknown."""
+        return self.all_ones or self.error is not None
 
 
 ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
@@ -990,10 +990,6 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     # sysfs has -1 on a platform that does not say.
     function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
 
-    # The usual case: the known device file is still the chip's.
-    if function.path and not function.file_fault and not file_fault_now(function):
-        return function
-
     # The class device is looked for below the PCI function. In /sys/class its name could lead to
     # another chip already, as numbers are reused.
     for name in names_in(f"{function.directory}/{DRIVER}"):
@@ -1004,7 +1000,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
             return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
-    return function.without_device_file(basename(driver) if driver else None)
+    return function.without_class_device(basename(driver) if driver else None)
 
 
 def file_fault_now(function: PciFunction) -> str | None:
@@ -1032,7 +1028,7 @@ PIDS_MAX = 2**18  # bytes of a list of process IDs
 PROCESSES_MAX = 1000  # that are shown of a chip
 
 
-def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
+def processes_on(settings: Settings, function: PciFunction) -> list[ProcessRow] | None:
     """Return the processes that opened a device file; None if unknown (a driver before 2.5).
 
     The driver's list has a line for each open file, and any user can open the device file a million
@@ -1040,7 +1036,7 @@ def processes_on(settings: Settings, ordinal: int) -> list[ProcessRow] | None:
     """
     proc = settings.proc_root
     try:
-        with open(f"{proc}/driver/{DRIVER}/{ordinal}/pids", "rb") as file:
+        with open(f"{proc}/driver/{DRIVER}/{function.ordinal}/pids", "rb") as file:
             lines = file.readlines(PIDS_MAX)
     except OSError:
         return None
@@ -1317,7 +1313,7 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     with suppress(OSError):
         hwmon = hwmon_directory(function)
     directories = {
-        "hwmon": hwmon or "",
+        "hwmon": hwmon or f"{function.directory}/hwmon",  # which has no attributes
         "class": function.class_device,
         "pci": function.directory,
     }
@@ -1335,19 +1331,17 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
 
 
 def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
-    """Read a chip's telemetry; with settings, also its sensors and the processes that use it.
+    """Read a present chip's telemetry; with settings, also its sensors, and who has it open.
 
     Raises OSError for OWN_ERRORS only. Can block for ten seconds.
     """
     sensors = processes = None
-    if settings and function.ordinal is not None:
+    if settings:
         sensors = read_sensors(function)
-        processes = processes_on(settings, function.ordinal)
+        processes = processes_on(settings, function)
 
     # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
     telemetry = read_telemetry(function)
-    if sensors and (telemetry.all_ones or telemetry.error):
-        sensors = {}
     return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
 
 
@@ -1374,16 +1368,6 @@ class Kind(Enum):
     SILENT = "silent"  # no telemetry
 
 
-# Faults during which no value of the chip can be read. The others leave some readable: DEVICE_FILE,
-# as sysfs needs no device file, and SILENT, as PCI's own attributes need no firmware.
-UNREADABLE = (
-    Kind.GONE,
-    Kind.NO_DRIVER,
-    Kind.BLOCKED,
-    Kind.NO_RESPONSE,
-    Kind.RESETTING,
-    Kind.READ_ERROR,
-)
 NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
 WAITING = "waiting for firmware telemetry"  # text of a chip's fault after ChipState.vanish()
 
@@ -1425,12 +1409,12 @@ class Vitals(NamedTuple):
     trips: int | None = None
     tripped_at: float | None = None  # when trips last rose
     had_telemetry: bool = False  # at any time since boot
-    empty_since: float | None = None  # since when telemetry has been missing
+    empty_since: float | None = None  # since when there is none, also if there never was any
 
     def after(self, reading: Reading, settings: HealthSettings) -> Vitals:
         """Return the vitals after a reading."""
         telemetry = reading.telemetry
-        if telemetry.error or telemetry.all_ones:
+        if telemetry.has_failed:
             return self
         if telemetry.is_empty:
             since = reading.at if self.empty_since is None else self.empty_since
@@ -1503,13 +1487,15 @@ def judge(
     if telemetry.all_ones:
         return Fault(Kind.NO_RESPONSE, "chip does not respond (registers read as ones)")
 
-    if vitals.misses >= settings.heartbeat_misses and not telemetry.is_empty:
-        problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-        return Fault(Kind.STALLED, problem)
+    # Vitals are from before, while a chip reports nothing.
+    if not telemetry.is_empty:
+        if vitals.misses >= settings.heartbeat_misses:
+            problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
+            return Fault(Kind.STALLED, problem)
 
-    if vitals.limit_reached is not None and not telemetry.is_empty:
-        degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
-        return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
+        if vitals.limit_reached is not None:
+            degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
+            return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
 
     holdoff = settings.trip_holdoff
     if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
@@ -1537,16 +1523,17 @@ def board_of_card(card: str) -> str:
 class Chip(NamedTuple):
     """A Tenstorrent PCI function, known until the daemon ends.
 
-    It is *seen* from the first scan that finds it, *present* while it has a device file, and
-    *listed*, so a device of a resource, from the time that it had a valid one. Measured values are
-    not here, but in the text of a fault: they change all the time, and no decision depends on them.
+    It is *seen* from the first scan that finds it, *present* while it has a class device, and
+    *listed*, so a device of a resource, from its first reading with a valid device file. Measured
+    values are not here, but in the text of a fault: they change all the time, and no decision
+    depends on them.
     """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
     telemetry_fault: Fault | None = None  # by its last reading; counts only while it is present
     is_throttling: bool = False  # for the log
-    had_device_file: bool = False  # at any time since boot
+    was_present: bool = False  # at any time since boot
     is_listed: bool = False  # see ChipState.start_listing()
 
     @property
@@ -1588,11 +1575,6 @@ class Chip(NamedTuple):
         return Reason(fault.text, fix_command(self.bdf))
 
     @property
-    def is_readable(self) -> bool:
-        """Return whether its last values are true. Without a class device nothing reads it."""
-        return self.is_present and (self.fault is None or self.fault.kind not in UNREADABLE)
-
-    @property
     def card_type(self) -> str | None:
         """Return the exact card type, "p150a"."""
         return self.identity.card or CARDS.get(self.function.subsystem)
@@ -1617,7 +1599,7 @@ Chips = Iterable[Chip]
 
 
 def _absence(function: PciFunction) -> Fault:
-    """Return why a function that is on the bus has no device file."""
+    """Return why a function that is on the bus has no class device."""
     if function.driver == DRIVER:
         return Fault(Kind.DEVICE_FILE, "driver is bound, but there is no device file")
     if function.driver:
@@ -1647,7 +1629,7 @@ class Place(NamedTuple):
     """The board that a chip is on, and its position on a Galaxy."""
 
     board: object  # equal for the chips of one board; a Galaxy's tray is a board
-    board_size: int = 1  # chips of the whole board
+    board_size: int = 1  # chips of the whole board, also if it is not known which they are
     board_id: str | None = None  # its ID with unit = "board"; None: it is not known
     unknown: str = ""  # why it is not known
     tray: Tray | None = None  # None: not on a Galaxy, or not known
@@ -1677,15 +1659,20 @@ def places(chips: Chips) -> dict[str, Place]:
 def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
     """Return the places of a Galaxy's chips, by their buses.
 
-    One bus that no Galaxy has shows a virtual machine, in which the others mean nothing either.
+    One bus that no Galaxy has, or one with several chips, shows a virtual machine, in which the
+    others mean nothing either.
     """
     found, strange = {}, []
+    chips_on_bus = Counter(address_numbers(chip.bdf)[:2] for chip in chips)
     for chip in chips:
         domain, bus, *_ = address_numbers(chip.bdf)
         tray = Tray(chip.card_type or "", domain, bus & 0xF0)
         board_id = f"{domain:04x}:{tray.bus:02x}"
-        found[chip.bdf] = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
-        if tray.bus not in GALAXY_TRAYS or bus & 0x0F not in GALAXY_POSITIONS:
+        place = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
+        found[chip.bdf] = place
+
+        is_on_galaxy = tray.bus in GALAXY_TRAYS and place.position in GALAXY_POSITIONS
+        if not is_on_galaxy or chips_on_bus[domain, bus] > 1:
             strange.append(f"{bus:02x}")
 
     if strange:
@@ -1707,41 +1694,43 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
 
     # More than two were seen if the board was moved to another slot: then its former addresses are
     # not on the bus. If it is absent there as well, any two of its addresses will do.
+    members = chips
+    if len(chips) > 2:
+        members = on_bus or chips[-2:]
     found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
-    members = on_bus if len(chips) > 2 and on_bus else chips[-2:]
     return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
 
 
 @dataclass(slots=True)
 class ChipState:
-    """All that is known of a chip; decisions depend on `chip`."""
+    """All that is known of a chip; decisions depend on `chip`.
+
+    Values are only kept while they are true. So a chip whose last reading has failed, or that has
+    not been read since it was present again, has neither telemetry nor sensors.
+    """
 
     chip: Chip
     vitals: Vitals = field(default_factory=Vitals)
-    fault_kind: str | None = None  # value of the present fault's kind
+    fault_kind: str | None = None  # value of the kind of fault that `since` is about
     since: float | None = None  # seconds since boot until that kind began; None: unknown
-    telemetry: Telemetry | None = None  # last values, while they are true
+    telemetry: Telemetry | None = None
     sensors: Mapping[str, float] = field(default_factory=dict)
-    processes: Sequence[ProcessRow] | None = None
+    processes: Sequence[ProcessRow] | None = None  # None: unknown
 
     def appear(self, function: PciFunction) -> None:
-        """Record a new device file."""
-        self.chip = self.chip._replace(function=function, had_device_file=True)
-        self.telemetry = self.processes = None
-        self.sensors = {}
+        """Record that it is present, perhaps with another number than before."""
+        self.chip = self.chip._replace(function=function, was_present=True)
 
     def vanish(self, function: PciFunction) -> None:
-        """Record that it has no device file.
+        """Record that it is not present.
 
-        When the file is back, the chip has a fault of the present kind until it has been read.
+        When it is back, it has a fault of the present kind until it has been read.
         """
         self.chip = self.chip._replace(function=function)
-        if self.chip.fault and self.chip.had_device_file:
+        if self.chip.fault and self.chip.was_present:
             waiting = self.chip.fault._replace(text=WAITING)
             self.chip = self.chip._replace(telemetry_fault=waiting)
-
-        # The driver asks the firmware again when it is bound: from then on FIRMWARE_TIMEOUT counts.
-        self.vitals = self.vitals._replace(empty_since=None)
+        self._drop_values()
 
     def apply(self, reading: Reading, settings: HealthSettings) -> None:
         """Record a reading: the chip's identity, its fault, and the values to show."""
@@ -1752,6 +1741,7 @@ class ChipState:
             self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
             self.vitals = Vitals()
             self.fault_kind = self.since = None
+            self._drop_values()
 
         self.vitals = self.vitals.after(reading, settings)
         fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)
@@ -1764,24 +1754,29 @@ class ChipState:
             is_throttling=self.vitals.is_throttling,
         )
 
-        # Those of an unreadable chip are not shown; of a silent one there are none.
-        if not telemetry.error and not telemetry.all_ones:
-            self.telemetry = telemetry
+        # Sensors are read before telemetry: if that has failed, they can be those of a dead chip.
+        self.telemetry = None if telemetry.has_failed else telemetry
         if reading.sensors is not None:
-            self.sensors = reading.sensors
-            self.processes = reading.processes
+            self.sensors, self.processes = reading.sensors, reading.processes
+        if telemetry.has_failed:
+            self.sensors = {}
         self.start_listing()
+
+    def _drop_values(self) -> None:
+        """Forget what was read of it, until it is read again."""
+        self.telemetry = self.processes = None
+        self.sensors = {}
 
     def start_listing(self) -> None:
         """List it, as soon as its device file is valid."""
-        if not self.chip.is_listed and not self.chip.function.file_fault:
+        if not self.chip.function.file_fault:
             self.chip = self.chip._replace(is_listed=True)
 
     def block(self) -> None:
         """Record that a read of its telemetry takes too long."""
         text = "telemetry read timed out (the driver may be waiting for a reset)"
         self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
-        self.sensors, self.processes = {}, None  # which are not read meanwhile
+        self._drop_values()
 
     def date_fault(self, now: float | None) -> None:
         """Record when the present kind of fault has begun; see Inventory.date_faults()."""
@@ -1825,7 +1820,7 @@ class ChipState:
             function,
             Identity(*saved["identity"]),
             fault,
-            had_device_file=True,
+            was_present=True,  # as no other chip is saved
             is_listed=saved["is_listed"],
         )
         vitals = Vitals(*saved["vitals"])
@@ -1852,7 +1847,7 @@ class Inventory:
 
     @property
     def present(self) -> list[PciFunction]:
-        """Return the functions that have a device file."""
+        """Return the functions of the chips that are present, so can be read."""
         states = self.states.values()
         return [state.chip.function for state in states if state.chip.is_present]
 
@@ -1873,19 +1868,13 @@ class Inventory:
 
             if function.ordinal is None:
                 state.vanish(function)
-                continue
-
-            # The state of a new chip has this function already, but never had a device file.
-            is_new = not state.chip.had_device_file
-            if is_new or not function.is_same_but_numa_node(state.chip.function):
-                state.appear(function)
             else:
-                state.chip = state.chip._replace(function=function)
+                state.appear(function)
 
         # States stay until the daemon ends.
         for bdf in self.states.keys() - functions.keys():
             last = self.states[bdf].chip.function
-            self.states[bdf].vanish(last.without_device_file()._replace(on_bus=False))
+            self.states[bdf].vanish(last.without_class_device()._replace(on_bus=False))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record readings of chips."""
@@ -2003,16 +1992,13 @@ class Resource:
     def device_list(self) -> DeviceList:
         """Return the message for the kubelet: without device numbers, which can change."""
         message = DeviceList()
-        for ids in self.ids_by_device:
-            for device_id in ids:
-                device = self.devices[device_id]
-                nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-
-                message.devices.add(
-                    ID=device_id,
-                    health="Unhealthy" if device.reason else "Healthy",
-                    topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
-                )
+        for device_id, device in self.devices.items():
+            nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
+            message.devices.add(
+                ID=device_id,
+                health="Unhealthy" if device.reason else "Healthy",
+                topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
+            )
         return message
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
@@ -2074,8 +2060,8 @@ def devices_by_name(chips: Sequence[Chip], settings: Settings) -> dict[str, list
     chip_places = places(chips)
     groups = defaultdict(list)
     for chip in chips:
-        # A chip whose board is not known belongs to no device.
-        if device_id := chip_places[chip.bdf].board_id if by_board else chip.bdf:
+        device_id = chip_places[chip.bdf].board_id if by_board else chip.bdf
+        if device_id:  # a chip whose board is not known belongs to no device
             groups[resource_name(chip, settings), device_id].append(chip)
 
     devices = defaultdict(list)
@@ -2186,11 +2172,11 @@ def _without_effect(
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
         missing = sorted(entry.named_devices.difference(*map(aliases, found)))
-        if missing:
-            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
-        elif not found:
+        if not found:
             available = ", ".join(devices) or "none"
             yield f"sharing: there is no resource {entry.name}; available: {available}"
+        elif missing:
+            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
 
         # A count takes any devices, so it lacks some only if none is left.
         name = settings.sharing.shared_name(entry)
@@ -4132,9 +4118,9 @@ def decide(observation: Observation, former: Decision | None = None) -> Decision
     chips = dict(observation.chips)
     holds = list(with_chips(observation.holds, chips))
     for hold in holds:
-        # A chip that a pod was given had a device file once.
+        # A chip that a pod was given was present once.
         for bdf in hold.chips - chips.keys():
-            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), had_device_file=True)
+            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), was_present=True)
     chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
 
     # Chips rarely change, as a Chip has no measured values.
@@ -4444,10 +4430,10 @@ CHIP_METRICS = {
 
 
 def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
-    """Return the metrics of chips that had a device file since boot."""
+    """Return the metrics of chips that were present at any time since boot."""
     samples = Samples("tt_device_", CHIP_METRICS)
     for bdf, chip in decision.chips.items():
-        if not chip.had_device_file:
+        if not chip.was_present:
             continue
 
         resource, _ = decision.devices.get(bdf, (None, None))
@@ -4471,11 +4457,10 @@ def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
                 add("fault", 1, kind=chip.fault.kind.value)
 
         state = states.get(bdf)
-        if state and chip.is_readable:
-            telemetry = state.telemetry or Telemetry()
-            add("temperature_celsius", telemetry.temperature)
-            add("temperature_limit_celsius", telemetry.throttles_at)
-            add("thermal_trips_total", telemetry.trips)
+        if state and state.telemetry:
+            add("temperature_celsius", state.telemetry.temperature)
+            add("temperature_limit_celsius", state.telemetry.throttles_at)
+            add("thermal_trips_total", state.telemetry.trips)
             for sensor in SENSORS:
                 add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
             if state.processes is not None:
@@ -4683,7 +4668,6 @@ def _chip_row(
     """
     function = chip.function
     resource, device = decision.devices.get(chip.bdf, (None, None))
-    telemetry = state.telemetry or Telemetry()
     in_service = not decision.is_out_of_service(chip.bdf)
     began = time.gmtime(since) if in_service and since is not None else None
 
@@ -4699,8 +4683,8 @@ def _chip_row(
         "asic_id": chip.identity.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
-        "temperature": telemetry.temperature if chip.is_readable else None,
-        "power": state.sensors.get("power1_input") if chip.is_readable else None,
+        "temperature": state.telemetry.temperature if state.telemetry else None,
+        "power": state.sensors.get("power1_input"),
         # Faults of a chip that is out of service do not matter.
         "healthy": chip.fault is None if in_service else None,
         "reason": str(chip.reason) if chip.reason and in_service else None,
@@ -5506,7 +5490,7 @@ class Host:
         self.save_by = inf
         chips = {}
         for bdf, state in self.inventory.states.items():
-            if state.chip.had_device_file:
+            if state.chip.was_present:
                 chips[bdf] = state.to_saved()
         self.state_file.save(sorted(self.files.by_path), chips, self.holds.to_saved())
 

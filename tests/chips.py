@@ -41,10 +41,10 @@ def chip(
         path=f"/dev/tenstorrent/{ordinal}",
     )
     if not present:
-        function = function.without_device_file()._replace(on_bus=False)
+        function = function.without_class_device()._replace(on_bus=False)
 
     ill = Fault(fault, "it is ill") if fault else None
-    return Chip(function, Identity(**identity), ill, had_device_file=True, is_listed=True)
+    return Chip(function, Identity(**identity), ill, was_present=True, is_listed=True)
 
 
 def kind_of(chip: Chip) -> Kind | None:

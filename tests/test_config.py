@@ -398,6 +398,11 @@ def test_the_limits_of_a_number_are_those_that_the_message_has(place: str) -> No
     assert not key.accepts(least - 1) and not key.accepts(most + 1)
 
 
+def test_the_limit_of_a_temperature_can_be_the_cards_own() -> None:
+    """It is the only limit that is not a number."""
+    assert from_file('[health]\ntemperature_limit = "card"').health.temperature_limit == "card"
+
+
 @pytest.mark.parametrize(
     "content",
     [b"log_level = ", b"unit = board", b"= 1", b"[health", b"a = 1\na = 2", b"log_level = 'info'\r",
@@ -515,6 +520,7 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         ("[sharing]\nresources = 1", "sharing.resources: 1 is not valid; must be tables: [[shari"),
         ("[[sharing.resources]]\nname = 'n300'", f"{ENTRY}replicas is missing"),
         ("[[sharing.resources]]\nreplicas = 2", f"{ENTRY}name is missing"),
+        ("[[sharing.resources]]\nnam = 'n300'\nreplicas = 2", f"{ENTRY}unknown key 'nam'; did you"),
         (SHARED.replace("n300", "a/b/c"), f"{ENTRY}name: 'a/b/c' is not valid; must be the name"),
         (SHARED.replace("'n300'", '"two\\nlines/n300"'), f"{ENTRY}name: 'two\\nlines/n300' is not"),
         (SHARED.replace("n300", "b.c/n300"), f"{ENTRY}b.c/n300: its domain is not tenstorrent.com"),
@@ -531,11 +537,18 @@ LONG_NAME = SHARED.replace("n300", "x" * 60)
         (SHARED + "devices = 2", f"{ENTRY}n300: needs rename: the devices that are not shared"),
         (SHARED + "devices = 0", f'{ENTRY}devices: 0 is not valid; must be "all", a count, or a'),
         (SHARED + "devices = [1.5]", f"{ENTRY}devices: [1.5] is not valid"),
+        (SHARED + "devices = []", f"{ENTRY}devices: [] is not valid"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_contradicts_itself_is_reported(content: str, line: str) -> None:
     """One line with the place in the file, the value, and what is wrong with it."""
     assert rejection(content).startswith(f"FILE: {line}")
+
+
+def test_a_mount_on_dev_shm_and_shared_devices_are_valid_one_without_the_other() -> None:
+    """Only together they are not: see above."""
+    assert len(from_file(mount("/dev/shm")).mounts) == 1
+    assert len(from_file(mount("/srv") + SHARED).mounts) == 1
 
 
 @pytest.mark.parametrize(

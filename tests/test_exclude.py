@@ -86,8 +86,8 @@ def test_a_chip_that_is_not_on_the_node_is_a_line_of_the_log() -> None:
 def test_a_chip_that_never_had_a_device_file_is_a_chip_of_the_node_too() -> None:
     """It has another driver since boot: that of virtual machines."""
     absent = chip(9)
-    function = absent.function.without_device_file(driver="vfio-pci")
-    absent = absent._replace(function=function, is_listed=False, had_device_file=False)
+    function = absent.function.without_class_device(driver="vfio-pci")
+    absent = absent._replace(function=function, is_listed=False, was_present=False)
 
     found = decide([*FOUR, absent], without(9))
 

@@ -375,7 +375,7 @@ def test_chips_and_holds_survive_a_restart_of_the_daemon(settings: Settings) -> 
     assert saved.holds == [HELD, THEIRS, PENDING]
     state = saved.chips[bdf(1)]
     assert kind_of(state.chip) is Kind.GONE
-    assert state.chip.had_device_file and state.chip.is_listed
+    assert state.chip.was_present and state.chip.is_listed
     assert state.chip.identity == TRIPPED.chip.identity
     assert state.to_saved() == TRIPPED.to_saved()
 

@@ -42,7 +42,7 @@ QUICK |= {"RESET_TAKES": 0.7, "WORMHOLE_STARTS_WITHIN": 0.9}
 # -- the table, as a pure function -----------------------------------------------------------------
 
 HERE = chip(1, "n150").function
-UNBOUND = HERE.without_device_file()
+UNBOUND = HERE.without_class_device()
 UNLOADED = UNBOUND._replace(driver_is_loaded=False)
 NO_FILE = HERE._replace(file_fault="/dev/tenstorrent/0 does not exist")
 WORMHOLE, BLACKHOLE = HERE._replace(arch="wormhole"), HERE._replace(arch="blackhole")
@@ -64,7 +64,7 @@ STEPS: dict[str, tuple[Situation, Step]] = {
     "driver not bound": (seen(Kind.NO_DRIVER, UNBOUND), Step.BIND),
     "kept for another driver": (seen(Kind.NO_DRIVER, UNBOUND, override="vfio-pci"), Step.BIND),
     "bound, but no device file": (
-        seen(Kind.DEVICE_FILE, HERE.without_device_file("tenstorrent")),
+        seen(Kind.DEVICE_FILE, HERE.without_class_device("tenstorrent")),
         Step.REBIND,
     ),
     "device file is missing": (seen(Kind.DEVICE_FILE, NO_FILE), Step.MAKE_FILE),

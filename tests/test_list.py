@@ -491,8 +491,8 @@ async def test_unknown_users_are_a_question_mark(served: Served) -> None:
 
 
 def processes_on(card: Card) -> list[ttdp.ProcessRow]:
-    assert card.ordinal is not None
-    return ttdp.processes_on(settings_of(card.node, card.node.root), card.ordinal) or []
+    function = ttdp.PciFunction(card.bdf, ordinal=card.ordinal)
+    return ttdp.processes_on(settings_of(card.node, card.node.root), function) or []
 
 
 def test_a_hidden_process_is_a_user(node: SimulatedNode) -> None:
@@ -519,9 +519,9 @@ async def test_reads_that_are_slow_are_waited_for(
     """On a busy machine nothing is unknown for that."""
     genuine = ttdp.processes_on
 
-    def slow(settings: ttdp.Settings, ordinal: int) -> list[ttdp.ProcessRow] | None:
+    def slow(*arguments: Any) -> list[ttdp.ProcessRow] | None:
         time.sleep(4 * ttdp.SLOW_AFTER)
-        return genuine(settings, ordinal)
+        return genuine(*arguments)
 
     monkeypatch.setattr(ttdp, "processes_on", slow)
     assert await users(served) == ["-", "-", "-"]
@@ -657,7 +657,7 @@ async def test_a_fault_that_the_view_finds_first_has_its_own_time(
 def test_a_card_that_was_never_bound_is_in_the_status_with_its_command() -> None:
     """It is not a device of a resource."""
     one = chip(1)
-    unbound = one._replace(function=one.function.without_device_file(), is_listed=False)
+    unbound = one._replace(function=one.function.without_class_device(), is_listed=False)
     reason = UNBOUND_REASON.format(bdf=bdf(1))
     status = f"1 Tenstorrent PCI function without a driver; {bdf(1)}: {reason}"
     assert ttdp.status_line(decide([unbound]), {}) == status
@@ -703,7 +703,7 @@ def test_only_functions_that_wait_for_the_driver_are_counted(driver: str | None)
     chips = []
     for bus, changes in enumerate(kinds, 1):
         one = chip(bus)
-        function = one.function.without_device_file()._replace(**changes)
+        function = one.function.without_class_device()._replace(**changes)
         is_listed = bus == len(kinds)
         chips.append(one._replace(function=function, is_listed=is_listed))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import re
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,20 @@ from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.tree import put
-from ttdp import ChipState, Kind, Samples, Settings, SharedResource, Sharing, Telemetry
+from ttdp import (
+    ChipState,
+    Fault,
+    HealthSettings,
+    Identity,
+    Kind,
+    ReadError,
+    Reading,
+    Samples,
+    Settings,
+    SharedResource,
+    Sharing,
+    Telemetry,
+)
 
 N150 = "tenstorrent.com/n150"
 
@@ -146,58 +160,99 @@ async def test_a_card_has_its_sensors_in_base_units_though_polls_are_rare(
         assert of(card.bdf, await scrape(listening)) == P150A
 
 
-UNREADABLE = ["gone", "no_driver", "resetting", "no_response", "blocked", "read_error"]
-READABLE = ["node", "stalled", "hot", "tripped", "silent"]
+def measured() -> ChipState:
+    """A chip of which everything has been read."""
+    state = ChipState(chip(1))
+    read(state, Telemetry(Identity(serial="A" * 16), temperature=41.5), sensors=SENSORS)
+    return state
 
 
-def test_a_chip_that_cannot_be_read_has_no_values() -> None:
-    """Neither all ones nor its last ones; its health and its fault stay.
-
-    Alerts and dashboards name these kinds.
-    """
-    assert sorted(kind.value for kind in Kind) == sorted(UNREADABLE + READABLE)
-
-    for kind in Kind:
-        state = ChipState(chip(1, fault=kind), telemetry=Telemetry(temperature=41.5))
-        state.sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
-        state.processes = []
-        found = of(bdf(1), samples(rendered(decide([state.chip]), state)))
-
-        assert found.pop("healthy") == 0 and found.pop(f'fault{{kind="{kind.value}"}}') == 1
-        if kind.value in READABLE:
-            assert {"temperature_celsius", "power_watts", "open"} <= found.keys()
-        else:
-            assert found == {}
+SENSORS = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
+CHIP = chip(1).function
 
 
-def test_a_chip_without_a_class_device_has_no_values() -> None:
-    """The driver is bound, but nothing reads the chip any more: its last values are old."""
-    lost = chip(1)
-    lost = lost._replace(function=lost.function.without_device_file("tenstorrent"))
-    state = ChipState(lost, telemetry=Telemetry(temperature=41.5))
-    state.sensors = {sensor.attribute: 1.0 for sensor in ttdp.SENSORS}
-    state.processes = []
+def read(
+    state: ChipState, telemetry: Telemetry, sensors: Mapping[str, float] | None = None
+) -> None:
+    """Apply a reading: also of processes, if it is one of sensors."""
+    processes = None if sensors is None else ()
+    reading = Reading(CHIP, telemetry, 1.0, sensors=sensors, processes=processes)
+    state.apply(reading, HealthSettings())
 
-    found = of(bdf(1), samples(rendered(decide([lost]), state)))
 
-    assert found == {"healthy": 0, 'fault{kind="node"}': 1}
+def failure(number: int) -> Telemetry:
+    return Telemetry(error=ReadError("tt_heartbeat", number))
+
+
+# What happens to a chip, with the kind of fault that it has then.
+ENDS: list[tuple[str, Callable[[ChipState], None]]] = [
+    ("gone", lambda state: state.vanish(CHIP.without_class_device()._replace(on_bus=False))),
+    ("no_driver", lambda state: state.vanish(CHIP.without_class_device())),
+    ("node", lambda state: state.vanish(CHIP.without_class_device("tenstorrent"))),
+    ("blocked", lambda state: state.block()),
+    ("no_response", lambda state: read(state, Telemetry(all_ones=True))),
+    ("no_response", lambda state: read(state, Telemetry(all_ones=True), sensors=SENSORS)),
+    ("resetting", lambda state: read(state, failure(errno.ENODATA))),
+    ("read_error", lambda state: read(state, failure(errno.EIO))),
+]
+each_end = pytest.mark.parametrize(("kind", "end"), ENDS, ids=[kind for kind, _ in ENDS])
+
+
+@each_end
+def test_a_chip_that_cannot_be_read_has_no_values(
+    kind: str, end: Callable[[ChipState], None]
+) -> None:
+    """Neither all ones nor its last ones; its health and its fault stay."""
+    state = measured()
+
+    end(state)
+
+    found = of(bdf(1), samples(rendered(decide([state.chip]), state)))
+    assert found == {"healthy": 0, f'fault{{kind="{kind}"}}': 1}
+
+
+@each_end
+def test_a_chip_that_can_be_read_again_has_no_sensors_of_before(
+    kind: str, end: Callable[[ChipState], None]
+) -> None:
+    """Telemetry is read at each poll, sensors only every 15 seconds."""
+    state = measured()
+    end(state)
+
+    if not state.chip.is_present:
+        state.appear(CHIP)
+    read(state, Telemetry(temperature=30.0))
+
+    found = of(bdf(1), samples(rendered(decide([state.chip]), state)))
+    found.pop("open", None)
+    assert found == {"healthy": 1, "temperature_celsius": 30}, kind
+
+
+@pytest.mark.parametrize("kind", ["stalled", "hot", "tripped", "silent", "node"])
+def test_a_chip_that_can_be_read_has_its_values_whatever_its_fault_is(kind: str) -> None:
+    """Sysfs needs no device file, and PCI's own attributes need no firmware."""
+    state = measured()
+    state.chip = state.chip._replace(telemetry_fault=Fault(Kind(kind), "it is ill"))
+
+    found = of(bdf(1), samples(rendered(decide([state.chip]), state)))
+
+    assert found[f'fault{{kind="{kind}"}}'] == 1
+    assert {"temperature_celsius", "power_watts", "open"} <= found.keys()
 
 
 def test_a_chip_that_reports_nothing_has_no_values_of_before() -> None:
     """After a rebind it is healthy for ten seconds, until its firmware must have reported."""
     state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))
-    state.apply(ttdp.Reading(state.chip.function, Telemetry(), 1.0), ttdp.HealthSettings())
+    read(state, Telemetry())
 
     assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
 
 
-def test_a_new_device_file_has_no_sensors_of_the_former_one() -> None:
-    """Another card can be in the slot, and sensors are read every 15 s only."""
-    state = ChipState(chip(1), telemetry=Telemetry(temperature=41.5))
-    state.sensors = {"power1_input": 91.0}
-    state.processes = []
+def test_another_card_in_the_slot_has_no_sensors_of_the_former_one() -> None:
+    """Its serial shows that it is another one, and sensors are read every 15 s only."""
+    state = measured()
 
-    state.appear(state.chip.function._replace(ordinal=1))
+    read(state, Telemetry(Identity(serial="B" * 16)))
 
     assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
 
@@ -219,7 +274,7 @@ def test_a_chip_has_its_identity_as_labels() -> None:
 
 def test_the_processes_that_have_a_device_file_open_are_counted() -> None:
     """So that "allocated but idle" is a query; one without a count is not shown by the driver."""
-    unknown, idle, busy = (ChipState(chip(bus)) for bus in (1, 2, 3))
+    unknown, idle, busy = (ChipState(chip(bus), telemetry=Telemetry()) for bus in (1, 2, 3))
     idle.processes = []
     busy.processes = [{"pid": pid, "command": "python3"} for pid in range(2)]
 

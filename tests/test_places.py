@@ -66,7 +66,7 @@ def test_such_chips_wait_also_while_the_driver_is_unloaded() -> None:
     chips = []
     for bus in (1, 2, 3, 4):
         found = p300(bus)
-        chips.append(found._replace(function=found.function.without_device_file()))
+        chips.append(found._replace(function=found.function.without_class_device()))
 
     assert board_ids(chips) == [None] * 4
 
@@ -109,3 +109,15 @@ def test_if_one_galaxy_chip_is_on_another_bus_no_galaxy_chip_has_a_place(strange
     for each in chips:
         assert found[each.bdf] == Place(each.bdf, 8, unknown=reason)
     assert found[other.bdf].board_id == bdf(0x61)
+
+
+def test_if_two_galaxy_chips_are_on_one_bus_no_galaxy_chip_has_a_place() -> None:
+    """A Galaxy has a bus for each; eight on the first one would be taken for a whole tray."""
+    chips = []
+    for slot in range(8):
+        found = chip(0x01, "galaxy-blackhole")
+        address = f"0000:01:{slot:02x}.0"
+        chips.append(found._replace(function=found.function._replace(bdf=address)))
+
+    reason = "bus 01 is not one of a Galaxy's, so its trays are not known"
+    assert ttdp.places(chips) == {each.bdf: Place(each.bdf, 8, unknown=reason) for each in chips}

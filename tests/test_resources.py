@@ -255,9 +255,10 @@ def test_a_selected_device_that_does_not_exist_is_a_message() -> None:
     assert later.offer.without_effect == []
     assert f"{bdf(9)}::1" in later.resources["tenstorrent.com/half"].devices
 
-    none = decide(FOUR, shared(SharedResource("p150", 2)))
-    assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
-    assert none.offer.without_effect[0] in log_lines(None, none)
+    for no_device in (SharedResource("p150", 2), SharedResource("p150", 2, "half", ("0",))):
+        none = decide(FOUR, shared(no_device))
+        assert none.offer.without_effect == ["sharing: there is no resource p150; available: n150"]
+        assert none.offer.without_effect[0] in log_lines(None, none)
 
 
 @pytest.mark.parametrize(
@@ -573,3 +574,15 @@ def test_a_pod_that_changes_no_list_costs_no_new_one(settings: Settings) -> None
     assert decision.resources is former.resources and decision.depends_on_holds
     ended = ttdp.decide(former.observation._replace(holds=(another,)), decision)
     assert ended.resources is ended.offer.resources and not ended.depends_on_holds
+
+
+def test_a_shared_device_counts_as_withheld_if_one_of_its_ids_is() -> None:
+    """A pod has the first replica, and another one has the chip under a former name."""
+    pods = [
+        hold("n150", f"{BDFS[0]}::0", buses=[1]),
+        hold("former", BDFS[0], buses=[1], pod="u2"),
+    ]
+
+    found = decide(FOUR, shared(SharedResource("n150", 2)), pods).resources["tenstorrent.com/n150"]
+
+    assert [each.holder for each in found.unique_devices] == ["default/serve", None, None, None]
