@@ -103,7 +103,7 @@ e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## as root: real ku
 	@$(PYTEST) -vv --numprocesses 2 --dist loadfile tests/e2e \
 		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
-e2e-pythons: $(DEB)$(MACHINE).deb  ## as root: the package with newer Pythons, or PYTHONS=3.13, in containers
+e2e-pythons: $(DEB)$(MACHINE).deb  ## as root: the package with newer Pythons, or PYTHONS=3.13
 	@$(PYTEST) -vv tests/e2e/test_pythons.py $(addprefix -k ,$(PYTHONS))
 
 e2e-cgroup2: $(DEB)$(MACHINE).deb  ## as root: a node in a VM (cgroup v2)
