@@ -6500,8 +6500,8 @@ class Reporter:
         self._host = host
         self._sessions = sessions
         self._started = time.time()
-        self.wants_details = False  # the loop's next scan, without a read under way, has them
-        self.is_up_to_date = asyncio.Event()  # set by the loop, once all that is wanted was read
+        self.wants_details = False  # until the loop has chips read with them
+        self.is_up_to_date = asyncio.Event()  # set by the loop; cleared by a report that waits
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
@@ -6783,8 +6783,6 @@ class Daemon:
             due.append(now + START_TICK)
         if self._must_scan:
             due.append(host.scanned_at + DEBOUNCE)
-        if self._can_read_details(now):
-            due.append(now)
         if host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
         if host.applied and host.applied.depends_on_holds:
@@ -6857,21 +6855,18 @@ class Daemon:
         host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
         self._reporter.is_up_to_date.set()
 
-    def _can_read_details(self, now: float) -> bool:
-        """Return whether a report wants details, and no chip is being read: it would lack them."""
-        return self._reporter.wants_details and self.host.readers.is_over(now)
-
     def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
         host = self.host
-        details = self._can_read_details(now)
+        host.take_readings(now)
+        self._must_scan |= host.readers.take_skipped()
+
+        # A chip that is being read would be left out.
+        details = self._reporter.wants_details and host.readers.is_over(now)
         if is_poll or details or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
             self._must_scan = False
             self._reporter.wants_details &= not details
             host.read_chips(is_poll=is_poll, details=details)
-
-        host.take_readings(now)
-        self._must_scan |= host.readers.take_skipped()
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = host.holds.is_awaiting_containers
@@ -6887,10 +6882,10 @@ class Daemon:
             self._binding_since = now
 
     def _apply(self, now: float, *, is_round: bool) -> Decision:
-        """Decide; bring directories and sessions in line: what pods depend on.
+        """Decide, and bring in line what pods depend on: directories and sessions.
 
-        Awaits nothing, so no call is answered meanwhile: the decision knows each hold, and removes
-        no directory that an answer names.
+        No call is answered meanwhile, as nothing is awaited: the decision knows all holds, so no
+        directory is removed that one names.
         """
         host = self.host
         former, decision = host.applied, host.decide(now)
@@ -6912,7 +6907,7 @@ class Daemon:
         return decision
 
     def _publish(self, decision: Decision, now: float, *, is_round: bool) -> None:
-        """Bring log, files and status in line: what others read."""
+        """Bring in line what others read: log, files and status."""
         host = self.host
         if decision is not host.applied:
             for level, line in changes(host.applied, decision):
