@@ -5425,6 +5425,11 @@ class Host:
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
 
+    @property
+    def is_unreadable(self) -> bool:
+        """Return whether the last turn of the loop could not observe, or not apply."""
+        return UNREADABLE_HOST in self.problems
+
     def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
         """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
         self.inventory.scan(self.settings)
@@ -6359,7 +6364,7 @@ async def list_pods(path: str) -> PodNames:
 class SharedText:
     """A text that is rendered once for simultaneous readers."""
 
-    # Seconds: Reporter._read_details() waits twice for reads. Less than a connection has.
+    # Seconds: Reporter._await_details() can wait for two reads. Less than a connection has.
     TIMEOUT = 2 * READ_TIMEOUT + 0.5
 
     def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
@@ -6483,23 +6488,23 @@ TIDY_INTERVAL = 0.02  # seconds between turns that remove directories
 DEBOUNCE = 0.03  # seconds for which kernel events after the first one are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
 METRICS_INTERVAL = 15.0  # seconds between readings of sensors
-SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way
 STATUS_SOCKET = "status.sock"  # in the runtime directory
 
 
 class Reporter:
-    """Reports to those who ask: Prometheus, `list` and `check`."""
+    """Reports to those who ask: Prometheus, `list` and `check`.
 
-    def __init__(
-        self, host: Host, sessions: KubeletSessions, note_failure: Callable[[OSError], None]
-    ) -> None:
-        """`note_failure`: called if the chips cannot be looked at for a report."""
+    It looks at nothing itself: the loop reads sensors and processes for it.
+    """
+
+    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
         self.metrics = SharedText(self._render_metrics)
         self._view = SharedText(self._render_view)
         self._host = host
         self._sessions = sessions
-        self._note_failure = note_failure
         self._started = time.time()
+        self.wants_details = False  # until the loop has chips read with them
+        self.is_up_to_date = asyncio.Event()  # set by the loop; cleared by a report that waits
         self._details_at = -inf  # when sensors and processes were read
         self._written_at = -inf  # when the metrics file was written last, or should have been
         self._tasks: set[Task] = set()
@@ -6556,8 +6561,8 @@ class Reporter:
 
     async def _render_metrics(self) -> str | None:
         """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        await self._read_details(METRICS_INTERVAL)
-        if UNREADABLE_HOST in self._host.problems:
+        await self._await_details(METRICS_INTERVAL)
+        if self._host.is_unreadable:
             return None  # figures of the last state would pass for new ones
         decision = self._host.decide(monotonic())
         counts = self._sessions.allocator.counts
@@ -6567,8 +6572,7 @@ class Reporter:
     async def _render_view(self) -> str:
         """Return the view as JSON, with sensors and processes as they are now."""
         host = self._host
-        await self._read_details(0.0)
-        host.inventory.date_faults(seconds_since_boot())  # those that the loop has not seen yet
+        await self._await_details(0.0)
         decision = host.decide(monotonic())
 
         service = Service(
@@ -6585,27 +6589,20 @@ class Reporter:
         if text := await self._view.get():
             await asyncio.get_running_loop().sock_sendall(connection, text.encode())
 
-    async def _read_details(self, max_age: float) -> None:
-        """Have sensors and processes read, unless they were within `max_age` seconds."""
-        await self._await_reads()  # chips that are being read would be left out
-        now = monotonic()
-        if now - self._details_at >= max_age:
-            try:
-                self._host.read_chips(is_poll=False, details=True)
-                self._details_at = now
-            except OSError as error:
-                self._note_failure(error)
-            self._host.wake()  # the scan can have found what no event has reported, or has failed
-            await self._await_reads()
+    async def _await_details(self, max_age: float) -> None:
+        """Have the loop read sensors and processes, unless they were within `max_age` seconds.
 
-    async def _await_reads(self) -> None:
-        """Wait until each read has ended or counts as blocked.
-
-        Not only until it is slow: on a busy machine many are.
+        Returns when the loop has applied what it found, or has failed.
         """
-        deadline = monotonic() + READ_TIMEOUT
-        while not self._host.readers.is_over(monotonic()) and monotonic() < deadline:
-            await asyncio.sleep(SETTLE_INTERVAL)
+        if monotonic() - self._details_at < max_age:
+            return
+
+        self.wants_details = True
+        self.is_up_to_date.clear()
+        self._host.wake()
+        await self.is_up_to_date.wait()
+        if not self._host.is_unreadable:
+            self._details_at = monotonic()
 
 
 def _listen_for_root(path: str) -> socket.socket:
@@ -6686,7 +6683,7 @@ class Daemon:
         wake = self._wake.set
         self.host = Host(settings, wake)
         self.sessions = KubeletSessions(Allocator(self.host), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.host, self.sessions, self._note_failure)
+        self._reporter = Reporter(self.host, self.sessions)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(self._scan_soon)
         self._pod_resources = PodResources(self._apply_names)
@@ -6701,7 +6698,6 @@ class Daemon:
         self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
         self._must_scan = False  # events, or a failure, ask for a scan
-        self._is_failing = False  # the last turn could not observe, or not apply
         self._exit_status: int | None = None
 
     async def run(self) -> int:
@@ -6773,7 +6769,7 @@ class Daemon:
 
     def _pause(self, now: float) -> float:
         """Return the seconds until the next turn, if no event comes before."""
-        if self._is_failing:
+        if self.host.is_unreadable:
             return RETRY_TICK
 
         host = self.host
@@ -6828,10 +6824,12 @@ class Daemon:
             self._observe(now, is_poll=is_poll, is_round=is_round)
 
             # After a failure all chips are read again before anything is applied.
-            if self._is_failing and not host.readers.is_settled(now):
+            if host.is_unreadable and not host.readers.is_settled(now):
                 return
             if self._stage is not Stage.SCANNING:
-                await self._apply(now, is_round=is_round)
+                decision = self._apply(now, is_round=is_round)
+                await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
+                self._publish(decision, now, is_round=is_round)
 
         except DirectoryError as error:
             self._exit(*error.args)
@@ -6842,31 +6840,36 @@ class Daemon:
 
         if is_round:
             self._round_at = now
+        if not self._reporter.wants_details and host.readers.is_over(now):
+            self._reporter.is_up_to_date.set()
         # Only here, so that systemd restarts a daemon whose observations keep failing.
         self._manager.feed_watchdog()
 
     def _note_failure(self, error: OSError) -> None:
         """Report that the last state is old from now on, and have the next turn scan."""
         host = self.host
-        if not self._is_failing:
+        if not host.is_unreadable:
             reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
             host.note_problem(UNREADABLE_HOST, reason)
             applied = host.applied
             self._manager.show(self._reporter.status(applied) if applied else str(reason))
 
-        self._is_failing = True
         self._must_scan = True
         host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
+        self._reporter.is_up_to_date.set()
 
     def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
         """Look at everything that may have changed; raises OSError."""
         host = self.host
-        if is_poll or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
-            self._must_scan = False
-            host.read_chips(is_poll=is_poll)
-
         host.take_readings(now)
         self._must_scan |= host.readers.take_skipped()
+
+        # A chip that is being read would be left out.
+        details = self._reporter.wants_details and host.readers.is_over(now)
+        if is_poll or details or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
+            self._must_scan = False
+            self._reporter.wants_details &= not details
+            host.read_chips(is_poll=is_poll, details=details)
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = host.holds.is_awaiting_containers
@@ -6881,37 +6884,40 @@ class Daemon:
             self._stage = Stage.BINDING
             self._binding_since = now
 
-    async def _apply(self, now: float, *, is_round: bool) -> None:
-        """Bring directories, sessions, log, files and status in line with the decision."""
+    def _apply(self, now: float, *, is_round: bool) -> Decision:
+        """Decide, and bring in line what pods depend on: directories and sessions.
+
+        No call is answered meanwhile, as nothing is awaited: the decision knows all holds, so no
+        directory is removed that one names.
+        """
         host = self.host
         former, decision = host.applied, host.decide(now)
         has_same_devices = former is not None and _has_same_devices(decision, former)
+        self._must_write |= not has_same_devices
 
         if is_round or not has_same_devices:
             self._put_directories_right(decision)
-        # Nothing may be awaited before: this decision does not know of an answer that is given
-        # meanwhile, so its directory would be removed.
         if is_round or decision is not former or self._must_tidy:
             self._remove_directories(decision, now)
 
-        # What failed can have kept sessions from registering, too: descriptors, memory.
-        was_failing = self._is_failing
-        is_disturbed = self._directory.take_changes() or was_failing
         self.sessions.update(
             decision.resources,
             host.holds.checkpoint_stamp,
             host.holds.other_plugins(decision.holds),
-            is_disturbed=is_disturbed,
+            # What has failed can have kept them from registering, too: descriptors, memory.
+            is_disturbed=self._directory.take_changes() or host.is_unreadable,
         )
-        await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
+        return decision
 
-        if decision is not former:
-            for level, line in changes(former, decision):
+    def _publish(self, decision: Decision, now: float, *, is_round: bool) -> None:
+        """Bring in line what others read: log, files and status."""
+        host = self.host
+        if decision is not host.applied:
+            for level, line in changes(host.applied, decision):
                 log.log(level, "%s", line)
         host.applied = decision  # if anything before has failed, the next turn repeats it
 
         # The readings that an event has caused can change the devices once more.
-        self._must_write |= not has_same_devices
         writes = is_round or (self._must_write and host.readers.is_settled(monotonic()))
         if writes:
             self._must_write = False
@@ -6922,8 +6928,7 @@ class Daemon:
             self._ask_for_names(decision, now)
             self._reporter.write_metrics_if_due(now)
 
-        if was_failing:  # not before: what has failed can be a part of the above
-            self._is_failing = False
+        if host.is_unreadable:  # no longer, as all of the above could be done
             log.info("the node's state can be read again")
             host.note_problem(UNREADABLE_HOST, None)
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
@@ -7045,6 +7050,7 @@ class Daemon:
 View = Mapping[str, Any]  # see view_of_node()
 
 VIEW_TIMEOUT = 10.0  # seconds; the daemon ends a connection after 5
+SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way, without a daemon
 RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
 WIDTH = 110  # columns of `list`, at most
 VIEW_MAX = 64 << 20  # bytes

@@ -605,7 +605,7 @@ async def test_at_most_32_connections_are_open_in_a_burst_and_nothing_else_notic
 ) -> None:
     """Though a rendering takes long: the oldest is closed for the newest, which is answered."""
     is_read = asyncio.Event()
-    monkeypatch.setattr(ttdp.Reporter, "_read_details", lambda *_: is_read.wait())
+    monkeypatch.setattr(ttdp.Reporter, "_await_details", lambda *_: is_read.wait())
     monkeypatch.setattr(ttdp.SharedText, "TIMEOUT", 3600)
 
     async with burst(served, 200):

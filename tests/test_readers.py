@@ -261,6 +261,34 @@ async def test_a_chip_that_has_an_event_during_a_slow_read_is_read_again(
     await until(lambda: daemon.chip(chip.bdf).identity.serial)
 
 
+async def test_metrics_wait_for_a_slow_read_and_have_the_sensors_of_its_chip(
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for during the read that an event has caused; no other event follows."""
+    _, other = node.add("p150a") + node.add("n150")
+    began, goes_on = threading.Event(), threading.Event()
+    genuine = ttdp.read_telemetry
+
+    def read_and_wait(function: PciFunction) -> Telemetry:
+        began.set()
+        goes_on.wait(PATIENCE)
+        return genuine(function)
+
+    daemon = await start(interval=3600, metrics_file="")
+    await daemon.ready()
+    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", PATIENCE)
+
+    other.vanish()
+    await until(began.is_set)
+    metrics = asyncio.create_task(daemon.metrics())
+    await asyncio.sleep(2 * ttdp.SLOW_AFTER)
+    assert not metrics.done()
+    goes_on.set()
+
+    assert "tt_device_power_watts{" in (await metrics or "")
+
+
 # -- errors that are not a chip's ------------------------------------------------------------------
 
 
