@@ -5242,8 +5242,9 @@ class PluginDirectory:
         self.problem: str | None = None  # why it cannot exist yet
         self.is_watched = False
         self._wake = wake
-        self._has_changed = False  # since the last take_changes(), by an event
-        self._names: frozenset[str] = frozenset()  # of others' files; kept without inotify only
+        self._has_changed = False  # since the last take_changes()
+        # Names of others' files, and kubelet.sock; kept without inotify only.
+        self._seen: tuple[frozenset[str], FileStamp | None] = (frozenset(), None)
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
         self._has_failed = False  # the last attempt to watch; of failures in a row one is logged
@@ -5331,6 +5332,7 @@ class PluginDirectory:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self._has_changed |= self.is_watched  # what came or went before has caused no event
 
         if not self.is_watched and not self._has_failed:
             reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
@@ -5338,12 +5340,16 @@ class PluginDirectory:
         self._has_failed = not self.is_watched
 
     def take_changes(self) -> bool:
-        """Return whether files of others have come or gone since the last call."""
+        """Return whether files of others have come or gone since the last call; raises OSError.
+
+        The first call after the directory is watched returns that, too.
+        """
         has_changed, self._has_changed = self._has_changed, False
         if not self.is_watched:
             names = frozenset(filter(_is_of_others, names_in(self.path)))
-            has_changed |= names != self._names
-            self._names = names
+            seen = names, file_stamp(f"{self.path}/{KUBELET_SOCKET}")
+            has_changed |= seen != self._seen
+            self._seen = seen
         return has_changed
 
     def _read(self) -> None:
