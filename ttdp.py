@@ -4363,10 +4363,11 @@ def summary(resource: Resource) -> str:
 class Phase(Enum):
     """How far the registration of a resource is."""
 
-    STARTING = "starting"  # the first attempt, or the next one, which follows a loss at once
+    STARTING = "starting"  # the first attempt has not ended
     WAITING = "waiting"  # for a kubelet
     REGISTERED = "registered"
-    FAILED = "failed"  # it is tried again
+    LOST = "lost"  # which is not a failure: the next attempt follows at once
+    FAILED = "failed"  # the next attempt follows after a pause
 
 
 class Registration(NamedTuple):
@@ -5245,8 +5246,9 @@ class PluginDirectory:
         self.problem: str | None = None  # why it cannot exist yet
         self.is_watched = False
         self._wake = wake
-        self._has_changed = False  # since the last take_changes(), by an event
-        self._names: frozenset[str] = frozenset()  # of others' files; kept without inotify only
+        self._has_changed = False  # since the last take_changes()
+        # Names of others' files, and kubelet.sock; kept without inotify only.
+        self._seen: tuple[frozenset[str], FileStamp | None] = (frozenset(), None)
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
         self._has_failed = False  # the last attempt to watch; of failures in a row one is logged
@@ -5334,6 +5336,7 @@ class PluginDirectory:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self._has_changed |= self.is_watched  # what came or went before has caused no event
 
         if not self.is_watched and not self._has_failed:
             reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
@@ -5341,12 +5344,16 @@ class PluginDirectory:
         self._has_failed = not self.is_watched
 
     def take_changes(self) -> bool:
-        """Return whether files of others have come or gone since the last call."""
+        """Return whether files of others have come or gone since the last call; raises OSError.
+
+        The first call after the directory is watched returns that, too.
+        """
         has_changed, self._has_changed = self._has_changed, False
         if not self.is_watched:
             names = frozenset(filter(_is_of_others, names_in(self.path)))
-            has_changed |= names != self._names
-            self._names = names
+            seen = names, file_stamp(f"{self.path}/{KUBELET_SOCKET}")
+            has_changed |= seen != self._seen
+            self._seen = seen
         return has_changed
 
     def _read(self) -> None:
@@ -5821,168 +5828,6 @@ def remove_dead_sockets(directory: str) -> None:
                 os.unlink(f"{directory}/{name}")
 
 
-class Seen(NamedTuple):
-    """The conditions of a registration, as the loop sees them in one turn."""
-
-    kubelet: FileStamp | None = None  # kubelet.sock
-    checkpoint: FileStamp | None = None  # the kubelet's, as it was read last
-    has_others_ids: bool = False  # the checkpoint has IDs that another plugin has listed
-    own_socket: FileStamp | None = None  # the plugin's
-
-
-def why_lost(baseline: Seen, seen: Seen) -> Ended | None:
-    """Return how a registration ends under the present conditions, None if it goes on.
-
-    `baseline` has the sockets as they were at Register, and the checkpoint as it was before the
-    kubelet was sent the present list.
-
-        kubelet.sock   own socket     checkpoint        the registration
-        ----------------------------------------------------------------------------------------
-        missing        any            any               goes on: an open stream keeps working, and
-                                                        there is no kubelet to register with
-        another one    any            any               has ended with the former kubelet
-        the same       not the same   any               ends: no new connection finds the plugin
-        the same       the same       newer, and has    is the other plugin's now
-                                      others' IDs
-        the same       the same       any other         goes on
-    """
-    if seen.kubelet is None:
-        return None
-    if seen.kubelet != baseline.kubelet:
-        return Phase.STARTING, "the kubelet has restarted; registering again"
-    if seen.own_socket is None or seen.own_socket != baseline.own_socket:
-        return Phase.STARTING, "the plugin's socket was deleted; registering again"
-    if seen.has_others_ids and seen.checkpoint != baseline.checkpoint:
-        reason = "another device plugin has registered this resource; stop that plugin"
-        return Phase.FAILED, reason
-    return None
-
-
-class AdvertisedList:
-    """The device list of a resource, as each open ListAndWatch stream gets it."""
-
-    def __init__(self) -> None:
-        self.message = DeviceList()
-        self.ids: DeviceIds = frozenset()  # that were ever in it
-        self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
-
-    def update(self, message: DeviceList) -> None:
-        """Send a list to all streams, unless it is the same as before."""
-        if message is not self.message and message != self.message:
-            self.message = message
-            self.ids = self.ids.union(device.ID for device in message.devices)
-            self._outdated.set()
-            self._outdated = asyncio.Event()
-
-    async def messages(self) -> AsyncIterator[DeviceList]:
-        """Yield the list, and each changed one."""
-        while True:
-            outdated = self._outdated
-            yield self.message
-            await outdated.wait()
-
-
-class Stream:
-    """A ListAndWatch stream, from before it opens."""
-
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.sent: DeviceList | None = None  # the last list
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened.is_set() and not self.ended.is_set()
-
-
-class Endpoint(rpc.DevicePluginServicer):
-    """The socket of one registration, and the calls on it."""
-
-    def __init__(
-        self, resource: str, path: str, devices: AdvertisedList, allocator: Allocator
-    ) -> None:
-        """`path`: of the socket, which nothing has bound yet."""
-        self.path = path
-        self.stream = Stream()  # the kubelet's
-        self.is_registered = False  # Register was answered
-        self.baseline = Seen()  # see why_lost()
-        self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self._resource = resource
-        self._devices = devices
-        self._allocator = allocator
-
-    def judge(self, seen: Seen) -> None:
-        """Set `lost` if the registration is, under these conditions; raises OSError."""
-        seen = seen._replace(own_socket=file_stamp(self.path))
-
-        # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
-        # the place of the present one only if it was written after that was sent.
-        if self.stream.sent is not self._devices.message:
-            self.baseline = self.baseline._replace(checkpoint=seen.checkpoint)
-
-        ended = why_lost(self.baseline, seen)
-        if ended and not self.lost.done():
-            self.lost.set_result(ended)
-
-    async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
-        """Return the options; from a kubelet, this call announces its stream."""
-        if not self.is_registered:  # the kubelet's stream is still to come
-            self.stream = Stream()
-        return PLUGIN_OPTIONS
-
-    async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
-        """Yield the device list, now and whenever it changes.
-
-        The first stream since the last GetDevicePluginOptions is taken for the kubelet's.
-        """
-        stream = Stream() if self.stream.opened.is_set() else self.stream
-        stream.opened.set()
-        try:
-            async for message in self._devices.messages():
-                stream.sent = message
-                yield message
-        finally:
-            stream.ended.set()
-
-    async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
-        """Return the best choice of the available IDs for each container."""
-        response = pb.PreferredAllocationResponse()
-        async with self._rejecting(context, "rejected GetPreferredAllocation"):
-            for question in request.container_requests:
-                ids = self._allocator.prefer(self._resource, question, self._devices.ids)
-                response.container_responses.add(deviceIDs=ids)
-                await asyncio.sleep(0)  # a request can have thousands of questions
-        return response
-
-    async def Allocate(self, request: Any, context: Context) -> Any:
-        """Return what each container is given; the kubelet keeps it for the pod's life."""
-        containers = [list(each.devices_ids) for each in request.container_requests]
-        async with self._rejecting(context, "rejected Allocate"):
-            answers = await self._allocator.allocate(self._resource, containers)
-            log.debug("%s: allocated: %s", self._resource, containers)
-        return pb.AllocateResponse(container_responses=answers)
-
-    async def PreStartContainer(self, request: Any, context: Context) -> Any:
-        """Return once a container may start with these IDs, at most after START_TIMEOUT."""
-        async with self._rejecting(context, "container start delayed"):
-            await self._allocator.wait_until_free(self._resource, request.devices_ids)
-        return pb.PreStartContainerResponse()
-
-    @asynccontextmanager
-    async def _rejecting(self, context: Context, event: str) -> AsyncIterator[None]:
-        """Turn errors into the call's status, and log them."""
-        try:
-            yield
-        except RequestError as error:
-            code, reason = error.args
-            log.warning("%s: %s: %s", self._resource, event, reason)
-            await context.abort(code, reason)
-        except OSError as error:
-            reason = f"internal error: {error}"
-            log.warning("%s: %s: %s", self._resource, event, reason)
-            await context.abort(Status.UNAVAILABLE, reason)
-
-
 async def completed(work: Awaitable[Result]) -> Result:
     """Wait for the end of something, however often this task is cancelled meanwhile.
 
@@ -6075,63 +5920,259 @@ def grpc_message(error: Exception) -> str:
     return printable(" ".join(text.split()))
 
 
-async def register(kubelet: str, resource: str, endpoint: str) -> str | None:
-    """Call Register with the name of the plugin's socket; return why that fails.
+class Sockets(NamedTuple):
+    """The sockets of a registration at one moment; None: missing."""
 
-    A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
+    kubelet: FileStamp | None
+    own: FileStamp | None  # the plugin's
+
+
+def why_lost(at_register: Sockets, now: Sockets, *, is_anothers: bool) -> Ended | None:
+    """Return how a registration ends under the present conditions, None if it goes on.
+
+    `is_anothers`: the kubelet has another plugin's list in the place of the present one.
+
+        kubelet.sock   own socket     another's   the registration
+        ----------------------------------------------------------------------------------------
+        missing        any            any         goes on: an open stream keeps working, and there
+                                                  is no kubelet to register with
+        another one    any            any         has ended with the former kubelet
+        the same       not the same   any         ends: no new connection finds the plugin
+        the same       the same       yes         is the other plugin's now
+        the same       the same       no          goes on
     """
-    request = pb.RegisterRequest(
-        version="v1beta1", endpoint=endpoint, resource_name=resource, options=PLUGIN_OPTIONS
-    )
-    async with grpc.aio.insecure_channel(f"unix:{kubelet}", CHANNEL_OPTIONS) as channel:
-        stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            await stub.Register(request, timeout=REGISTER_TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == Status.DEADLINE_EXCEEDED:
-                return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
-            if error.code() == Status.UNAVAILABLE:
-                # gRPC's own text differs from attempt to attempt, and would be logged each time.
-                log.debug("%s: Register: %s", resource, grpc_message(error))
-                return "kubelet closed its socket before it answered Register"
-            return f"kubelet rejected Register: {grpc_message(error)}"
+    if now.kubelet is None:
+        return None
+    if now.kubelet != at_register.kubelet:
+        return Phase.LOST, "the kubelet has restarted; registering again"
+    if now.own is None or now.own != at_register.own:
+        return Phase.LOST, "the plugin's socket was deleted; registering again"
+    if is_anothers:
+        reason = "another device plugin has registered this resource; stop that plugin"
+        return Phase.FAILED, reason
     return None
 
 
+class AdvertisedList:
+    """The device list of a resource, as each open ListAndWatch stream gets it."""
+
+    def __init__(self) -> None:
+        self.message = DeviceList()
+        self.ids: DeviceIds = frozenset()  # that were ever in it
+        self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
+
+    def update(self, message: DeviceList) -> None:
+        """Send a list to all streams, unless it is the same as before."""
+        if message is not self.message and message != self.message:
+            self.message = message
+            self.ids = self.ids.union(device.ID for device in message.devices)
+            self._outdated.set()
+            self._outdated = asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[DeviceList]:
+        """Yield the list, and each changed one."""
+        while True:
+            outdated = self._outdated
+            yield self.message
+            await outdated.wait()
+
+
+class Stream:
+    """A ListAndWatch stream, from before it opens."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.sent: DeviceList | None = None  # the last list
+        self.checkpoint: FileStamp | None = None  # the kubelet's, when that list was sent
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.is_set() and not self.ended.is_set()
+
+
+class Endpoint(rpc.DevicePluginServicer):
+    """The socket of one registration, the calls on it, and what the registration depends on."""
+
+    def __init__(
+        self, resource: str, directory: str, devices: AdvertisedList, allocator: Allocator
+    ) -> None:
+        """`directory`: the kubelet's."""
+        self.stream = Stream()  # the kubelet's
+        self.is_registered = False  # Register was answered
+        self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._resource = resource
+        self._directory = directory
+        self._devices = devices
+        self._allocator = allocator
+
+        self._path = f"{directory}/{new_socket_name(resource)}"
+        self._at_register = Sockets(None, None)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+
+    async def open(self) -> None:
+        """Serve on the socket; raises OSError."""
+        bind(self._server, self._path)
+        await completed(self._server.start())
+        self._at_register = self._sockets()
+
+    async def close(self, grace: float | None) -> None:
+        """Remove the socket, and end all calls, after this time."""
+        await completed(stop(self._server, grace))
+
+    async def register(self) -> str | None:
+        """Call Register with the name of the socket; return why that fails.
+
+        A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
+        """
+        request = pb.RegisterRequest(
+            version="v1beta1",
+            endpoint=basename(self._path),
+            resource_name=self._resource,
+            options=PLUGIN_OPTIONS,
+        )
+        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
+        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
+            stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                await stub.Register(request, timeout=REGISTER_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == Status.DEADLINE_EXCEEDED:
+                    return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+                if error.code() == Status.UNAVAILABLE:
+                    # gRPC's own text differs at each attempt, and would be logged each time.
+                    log.debug("%s: Register: %s", self._resource, grpc_message(error))
+                    return "kubelet closed its socket before it answered Register"
+                return f"kubelet rejected Register: {grpc_message(error)}"
+            self.is_registered = True
+        return None
+
+    def judge(self, others_checkpoint: FileStamp | None) -> None:
+        """Set `lost` if the registration is; raises OSError. See KubeletSession.update()."""
+        # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
+        # the place of the present one only if it was written after that was sent.
+        is_sent = self.stream.sent is self._devices.message
+        is_anothers = is_sent and others_checkpoint not in (None, self.stream.checkpoint)
+
+        ended = why_lost(self._at_register, self._sockets(), is_anothers=is_anothers)
+        if ended and not self.lost.done():
+            self.lost.set_result(ended)
+
+    def has_same_kubelet(self) -> bool:
+        """Return whether kubelet.sock is the one of Register; raises OSError."""
+        return self._sockets().kubelet == self._at_register.kubelet
+
+    def _sockets(self) -> Sockets:
+        kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
+        return Sockets(kubelet, file_stamp(self._path))
+
+    async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
+        """Return the options; from a kubelet, this call announces its stream."""
+        if not self.is_registered:  # the kubelet's stream is still to come
+            self.stream = Stream()
+        return PLUGIN_OPTIONS
+
+    async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
+        """Yield the device list, now and whenever it changes; an OSError ends the stream.
+
+        The first stream since the last GetDevicePluginOptions is taken for the kubelet's.
+        """
+        stream = Stream() if self.stream.opened.is_set() else self.stream
+        stream.opened.set()
+        try:
+            async for message in self._devices.messages():
+                stream.checkpoint = file_stamp(f"{self._directory}/{CHECKPOINT}")
+                stream.sent = message
+                yield message
+        finally:
+            stream.ended.set()
+
+    async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
+        """Return the best choice of the available IDs for each container."""
+        response = pb.PreferredAllocationResponse()
+        async with self._rejecting(context, "rejected GetPreferredAllocation"):
+            for question in request.container_requests:
+                ids = self._allocator.prefer(self._resource, question, self._devices.ids)
+                response.container_responses.add(deviceIDs=ids)
+                await asyncio.sleep(0)  # a request can have thousands of questions
+        return response
+
+    async def Allocate(self, request: Any, context: Context) -> Any:
+        """Return what each container is given; the kubelet keeps it for the pod's life."""
+        containers = [list(each.devices_ids) for each in request.container_requests]
+        async with self._rejecting(context, "rejected Allocate"):
+            answers = await self._allocator.allocate(self._resource, containers)
+            log.debug("%s: allocated: %s", self._resource, containers)
+        return pb.AllocateResponse(container_responses=answers)
+
+    async def PreStartContainer(self, request: Any, context: Context) -> Any:
+        """Return once a container may start with these IDs, at most after START_TIMEOUT."""
+        async with self._rejecting(context, "container start delayed"):
+            await self._allocator.wait_until_free(self._resource, request.devices_ids)
+        return pb.PreStartContainerResponse()
+
+    @asynccontextmanager
+    async def _rejecting(self, context: Context, event: str) -> AsyncIterator[None]:
+        """Turn errors into the call's status, and log them."""
+        try:
+            yield
+        except RequestError as error:
+            code, reason = error.args
+            log.warning("%s: %s: %s", self._resource, event, reason)
+            await context.abort(code, reason)
+        except OSError as error:
+            reason = f"internal error: {error}"
+            log.warning("%s: %s: %s", self._resource, event, reason)
+            await context.abort(Status.UNAVAILABLE, reason)
+
+
 class KubeletSession:
-    """Keeps a resource registered with the kubelet. _run() is its life."""
+    """Keeps a resource registered with the kubelet. _run() is its life, with these waits:
+
+        for                                      at most            ends early if
+        ----------------------------------------------------------------------------------------
+        a kubelet that starts to listen          LISTEN_PAUSES
+        its answer, then its stream              REGISTER_TIMEOUT   the registration is lost
+        the stream's end                                            the registration is lost
+        the server to stop                       STOP_TIMEOUT
+        the kubelet to notice a stream's end     STREAM_DELAY       another kubelet comes
+        the next attempt, unless it is at once   BACKOFF            the session is disturbed
+
+    What the last column says is found out in update(), by each turn of the loop.
+    """
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         """Begin to register the resource of this name. `directory`: the kubelet's."""
         self.name = name
         self.registration = Registration()
         self._allocator = allocator
-        self._kubelet_socket = f"{directory}/{KUBELET_SOCKET}"
+        self._directory = directory
         self._wake = wake
 
         self._devices = AdvertisedList()
-        self._seen = Seen()  # in the last turn
         self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
-        self._disturbed = asyncio.Event()  # what the last attempt depended on has changed
+        self._disturbed = asyncio.Event()  # since the last attempt began; see update()
         self._is_exiting = False  # the daemon ends
         self._task = asyncio.create_task(self._run())
 
-    def update(self, devices: DeviceList, seen: Seen, *, is_disturbed: bool) -> None:
-        """Take the conditions of this turn, the own socket apart; raises OSError.
+    def update(
+        self, devices: DeviceList, others_checkpoint: FileStamp | None, *, is_disturbed: bool
+    ) -> None:
+        """Take what the loop has seen in this turn, and look at the sockets; raises OSError.
 
+        `others_checkpoint`: the kubelet's, if it has IDs that another plugin has listed, else None;
         `is_disturbed`: files of others have come or gone in the directory, or the node can be read
         again.
         """
         self._devices.update(devices)
-        former, self._seen = self._seen, seen
         endpoint = self._endpoint
         if endpoint:
-            endpoint.judge(seen)
+            endpoint.judge(others_checkpoint)
 
         # While it is registered, files of others do not matter. If they did, two plugins that take
         # a resource from each other would never back off.
-        has_changed = is_disturbed or seen.kubelet not in (None, former.kubelet)
-        if has_changed and not (endpoint and endpoint.is_registered):
+        if is_disturbed and not (endpoint and endpoint.is_registered):
             self._disturbed.set()
 
     async def _run(self) -> None:
@@ -6150,39 +6191,31 @@ class KubeletSession:
                     phase, reason = await self._attempt()
                 except OSError as error:  # of the daemon itself, such as too many open files
                     reason = str(error)
-            self._set(phase, reason)
+            self._report(phase, reason)
 
             if monotonic() - began > LASTING:
                 pause = BACKOFF[0]
-            if phase is Phase.STARTING or await wait_for_event(self._disturbed, pause):
+            if phase is Phase.LOST or await wait_for_event(self._disturbed, pause):
                 pause = BACKOFF[0]
             else:
                 pause = min(2 * pause, BACKOFF[1])
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
-        if reason := await why_not_listening(self._kubelet_socket):
+        if reason := await why_not_listening(f"{self._directory}/{KUBELET_SOCKET}"):
             return Phase.WAITING, f"waiting for kubelet ({reason})"
 
         # The socket is bound only now, as a kubelet that starts deletes all sockets.
         async with self._serving() as endpoint:
-            # The loop may not have seen this kubelet.sock yet; it would take it for the next one.
-            self._seen = self._seen._replace(kubelet=file_stamp(self._kubelet_socket))
-            own_socket = file_stamp(endpoint.path)
-            endpoint.baseline = self._seen._replace(own_socket=own_socket)
-            self._endpoint = endpoint
             return await first_of(endpoint.lost, self._register_and_follow(endpoint))
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[Endpoint]:
         """Serve on a new socket; raises OSError."""
-        path = f"{dirname(self._kubelet_socket)}/{new_socket_name(self.name)}"
-        endpoint = Endpoint(self.name, path, self._devices, self._allocator)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        rpc.add_DevicePluginServicer_to_server(endpoint, server)  # type: ignore[no-untyped-call]
+        endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
         try:
-            bind(server, path)
-            await completed(server.start())
+            await endpoint.open()
+            self._endpoint = endpoint
             yield endpoint
         finally:
             self._endpoint = None
@@ -6190,32 +6223,25 @@ class KubeletSession:
 
             # An error would take the place of a cancellation, and the session would never end.
             with log_and_continue(f"the server of {self.name}"):
-                await completed(stop(server, LAST_GRACE if self._is_exiting else None))
+                await endpoint.close(LAST_GRACE if self._is_exiting else None)
+                if is_streaming and not self._is_exiting:
+                    await self._have_end_noticed(endpoint)
 
-            if is_streaming and not self._is_exiting:
-                await self._have_end_noticed(endpoint.baseline.kubelet)
+    async def _have_end_noticed(self, endpoint: Endpoint) -> None:
+        """Wait until the kubelet has seen the end of its stream, as must be before a Register.
 
-    async def _have_end_noticed(self, kubelet: FileStamp | None) -> None:
-        """Wait until this kubelet has seen the end of its stream, as must be before a Register.
-
-        Another one, which has come already or comes meanwhile, has nothing to see.
+        Another one, which has come already or comes meanwhile, has nothing to see. Raises OSError.
         """
-        if self._seen.kubelet == kubelet:
+        if endpoint.has_same_kubelet():
             has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
-            if has_changed and self._seen.kubelet == kubelet:
+            if has_changed and endpoint.has_same_kubelet():
                 await asyncio.sleep(STREAM_DELAY)
 
     async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
         """Register an endpoint, and follow the kubelet's stream to its end."""
-        if failure := await register(self._kubelet_socket, self.name, basename(endpoint.path)):
+        if failure := await endpoint.register():
             return Phase.FAILED, failure
-
-        endpoint.is_registered = True
-        ids = pluralize(len(self._devices.message.devices), "device ID")
-        log.info("%s: %s, %s", self.name, REGISTERED_TEXT, ids)
-        successes = self.registration.successes + 1
-        self.registration = Registration(Phase.REGISTERED, REGISTERED_TEXT, successes)
-        self._wake()
+        self._report(Phase.REGISTERED, REGISTERED_TEXT)
 
         if not await wait_for_event(endpoint.stream.opened, REGISTER_TIMEOUT):
             reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
@@ -6223,12 +6249,15 @@ class KubeletSession:
         await endpoint.stream.ended.wait()
         return Phase.FAILED, "kubelet closed the ListAndWatch stream; registering again"
 
-    def _set(self, phase: Phase, text: str) -> None:
-        """Record how the last attempt has ended; log and report it if it is something new."""
+    def _report(self, phase: Phase, text: str) -> None:
+        """Set the state of the registration; log it and wake the loop if it is something new."""
         former = self.registration
-        self.registration = former._replace(phase=phase, text=text)
+        successes = former.successes + (phase is Phase.REGISTERED)
+        self.registration = Registration(phase, text, successes)
         if self.registration != former:
             level = logging.WARNING if phase is Phase.FAILED else logging.INFO
+            if phase is Phase.REGISTERED:
+                text += f", {pluralize(len(self._devices.message.devices), 'device ID')}"
             log.log(level, "%s: %s", self.name, text)
             self._wake()
 
@@ -6276,16 +6305,16 @@ class KubeletSessions:
             log.info("%s: no devices left; no longer registered", name)
             self._closing[name] = asyncio.create_task(self._close(self.by_name.pop(name)))
 
-        kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
         for name, resource in resources.items():
             if name in self._closing:  # it returns once its former session has ended completely
                 continue
 
-            if name not in self.by_name:
+            session = self.by_name.get(name)
+            if session is None:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            seen = Seen(kubelet, checkpoint, name in others)
-            self.by_name[name].update(resource.device_list, seen, is_disturbed=is_disturbed)
+            others_checkpoint = checkpoint if name in others else None
+            session.update(resource.device_list, others_checkpoint, is_disturbed=is_disturbed)
 
     async def _close(self, session: KubeletSession) -> None:
         await session.close()

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -283,7 +284,10 @@ async def test_a_watch_that_is_refused_is_one_line_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     call: str, moment: str,
 ) -> None:  # fmt: skip
-    """All instances or watches of the user can be in use for a moment, also much later."""
+    """All instances or watches of the user can be in use for a moment, also much later.
+
+    Until then, and between the last look and the watch, changes are found without events.
+    """
     path = tmp_path / "kubelet" / "device-plugins"
     found = Watched(path)
     if moment == "later":
@@ -296,13 +300,21 @@ async def test_a_watch_that_is_refused_is_one_line_and_tried_again(
         for _ in range(3):
             found.directory.check()
 
+        found.directory.take_changes()
+        kubelet = path / "kubelet.sock"
+        for change in (kubelet.touch, partial(os.utime, kubelet, (0, 0)), kubelet.unlink):
+            change()  # it can be another kubelet's within one interval
+            found.directory.check()
+            assert found.directory.take_changes() and not found.directory.take_changes()
+
     (line,) = caplog.messages
     assert line.startswith(f"cannot watch {path} (") and line.endswith("; polling instead")
 
+    kubelet.touch()
     found.directory.check()
-    found.directory.take_changes()
+    assert found.directory.take_changes() and not found.directory.take_changes()
 
-    (path / "kubelet.sock").touch()
+    (path / "other.sock").touch()
     assert await found.change()
     found.directory.close()
 

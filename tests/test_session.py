@@ -77,14 +77,13 @@ class Session:
         allocator = ttdp.Allocator(ttdp.Host(ttdp.Settings(), lambda: None))
         directory = str(kubelet.directory)
         self.session = ttdp.KubeletSession(N150, allocator, directory, lambda: None)
-        self._kubelet = kubelet
+        self.checkpoint = kubelet.directory / ttdp.CHECKPOINT
 
-    def turn(self, *ids: str, checkpoint: int = 0, has_others_ids: bool = False) -> None:
-        """Make a turn of the loop, with this list and the checkpoint of this number."""
+    def turn(self, *ids: str, has_others_ids: bool = False) -> None:
+        """Make a turn of the loop, with this list, and others' IDs in the checkpoint or not."""
         devices = [pb.Device(ID=each, health="Healthy") for each in ids]
-        kubelet = ttdp.file_stamp(str(self._kubelet.socket))
-        seen = ttdp.Seen(kubelet, (0, 0, 0, checkpoint), has_others_ids)
-        self.session.update(ttdp.DeviceList(devices=devices), seen, is_disturbed=False)
+        checkpoint = ttdp.file_stamp(str(self.checkpoint)) if has_others_ids else None
+        self.session.update(ttdp.DeviceList(devices=devices), checkpoint, is_disturbed=False)
 
     @property
     def state(self) -> str:
@@ -125,26 +124,25 @@ def in_use() -> tuple[int, int, int]:
 # -- when a registration is lost -------------------------------------------------------------------
 
 STAMPS = {"missing": None, "same": (0, 0, 0, 1), "other": (0, 0, 0, 2)}  # beside those at Register
-WHY_LOST = {  # by kubelet.sock, own socket, checkpoint, others' IDs in it: the first that fits
-    "missing * * *": None,
-    "other * * *": "the kubelet has restarted; registering again",
-    "same missing * *": "the plugin's socket was deleted; registering again",
-    "same other * *": "the plugin's socket was deleted; registering again",
-    "same same other yes": "another device plugin has registered this resource; stop that plugin",
-    "same same * *": None,
+WHY_LOST = {  # by kubelet.sock, own socket, whether another plugin's list counts: the first fits
+    "missing * *": None,
+    "other * *": "the kubelet has restarted; registering again",
+    "same missing *": "the plugin's socket was deleted; registering again",
+    "same other *": "the plugin's socket was deleted; registering again",
+    "same same yes": "another device plugin has registered this resource; stop that plugin",
+    "same same no": None,
 }
 
 
 def test_why_a_registration_is_lost() -> None:
-    """By whatever the loop can see of three files."""
-    same = STAMPS["same"]
-    baseline = ttdp.Seen(same, same, own_socket=same)
-    for combination in itertools.product(STAMPS, STAMPS, ("same", "other"), ("yes", "no")):
-        kubelet, own_socket, checkpoint, others = combination
+    """By both sockets, and the other plugin's list."""
+    at_register = ttdp.Sockets(STAMPS["same"], STAMPS["same"])
+    for combination in itertools.product(STAMPS, STAMPS, ("yes", "no")):
+        kubelet, own, anothers = combination
         row = next(each for each in WHY_LOST if fnmatch.fnmatch(" ".join(combination), each))
 
-        seen = ttdp.Seen(STAMPS[kubelet], STAMPS[checkpoint], others == "yes", STAMPS[own_socket])
-        ended = ttdp.why_lost(baseline, seen)
+        now = ttdp.Sockets(STAMPS[kubelet], STAMPS[own])
+        ended = ttdp.why_lost(at_register, now, is_anothers=anothers == "yes")
 
         assert (ended[1] if ended else None) == WHY_LOST[row], combination
 
@@ -214,15 +212,15 @@ async def test_a_kubelet_that_dies_before_it_answers_delays_the_next_one_by_noth
     monkeypatch.setattr(ttdp, "BACKOFF", (3600.0, 3600.0))
     monkeypatch.setattr(ttdp, "STREAM_DELAY", 3600.0)
     kubelet = kubelet_of(node, directory)
-    register = ttdp.register
+    register = ttdp.Endpoint.register
 
-    async def without_answer(*arguments: str) -> str:
-        monkeypatch.setattr(ttdp, "register", register)
-        await register(*arguments)
+    async def without_answer(endpoint: ttdp.Endpoint) -> str:
+        monkeypatch.setattr(ttdp.Endpoint, "register", register)
+        await register(endpoint)
         await kubelet.registered(N150)
         return "kubelet closed its socket before it answered Register"
 
-    monkeypatch.setattr(ttdp, "register", without_answer)
+    monkeypatch.setattr(ttdp.Endpoint, "register", without_answer)
     await start(interval=3600)
     await kubelet.start()
     await until(lambda: kubelet.find("list") and not plugin_sockets(directory))
@@ -849,29 +847,38 @@ async def test_only_a_checkpoint_after_the_last_list_shows_another_plugin(
 
     A kubelet can write it late, or not at all.
     """
-    session.turn("a", checkpoint=1)
+    kubelet.file.path = kubelet.directory.with_name("elsewhere")
+    session.checkpoint.write_text("1")
 
     # The list changes, and the loop makes another turn before the kubelet is sent it.
-    session.turn("a", "b", checkpoint=2, has_others_ids=True)
-    session.turn("a", "b", checkpoint=3, has_others_ids=True)
+    session.turn("a", "b", has_others_ids=True)
+    session.checkpoint.write_text("22")
+    session.turn("a", "b", has_others_ids=True)
     await offers(kubelet, N150, "a", "b")
-    session.turn("a", "b", checkpoint=3, has_others_ids=True)
+    session.turn("a", "b", has_others_ids=True)
+
+    # The kubelet writes one for a pod before it is sent the list, and the loop reads it after that.
+    session.turn("a")
+    session.checkpoint.write_text("333")
+    await offers(kubelet, N150, "a")
+    session.turn("a", has_others_ids=True)
 
     for number in range(20):  # the end of the registration would be noticed by then
-        session.turn(f"{number}", checkpoint=3)
+        session.turn(f"{number}")
         await offers(kubelet, N150, f"{number}")
     assert not kubelet.find("ended")
 
+    session.checkpoint.write_text("4444")
     for _ in range(2):
-        session.turn("19", checkpoint=4, has_others_ids=True)
+        session.turn("19", has_others_ids=True)
     await until(lambda: session.state != REGISTERED)
     assert session.state.startswith("another device plugin has registered this resource")
 
     # That one is from before the next registration.
     await until(lambda: session.state == REGISTERED)
     for number in range(20):
-        session.turn("19", checkpoint=4, has_others_ids=True)
-        session.turn(f"{number}", checkpoint=4, has_others_ids=True)
+        session.turn("19", has_others_ids=True)
+        session.turn(f"{number}", has_others_ids=True)
         await offers(kubelet, N150, f"{number}")
     assert session.state == REGISTERED and len(kubelet.find("registered")) == 2
 
