@@ -4169,6 +4169,9 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
 
     If a subject has gone, such as a chip that is excluded, the end of its conditions is unknown.
     """
+    if former and _has_same_subjects(former, decision):
+        return
+
     before = _subjects(former) if former else {}
     for key, (name, conditions) in _subjects(decision).items():
         _, last = before.get(key, ("", {}))
@@ -4178,6 +4181,17 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
         for what, condition in last.items():
             if condition.end and what not in conditions:
                 yield logging.INFO, f"{name}{condition.end}"
+
+
+def _has_same_subjects(one: Decision, other: Decision) -> bool:
+    """Return whether no condition can differ, as mostly: then only a hold has come or gone."""
+    if one.offer is not other.offer or one.resources is not other.resources:
+        return False
+    if one.observation.unsupported != other.observation.unsupported:
+        return False
+    # A hold takes an excluded chip back into service.
+    excluded = other.offer.excluded
+    return all(one.is_out_of_service(bdf) == other.is_out_of_service(bdf) for bdf in excluded)
 
 
 def _subjects(decision: Decision) -> dict[str, Subject]:
