@@ -5435,6 +5435,7 @@ class Host:
         self.save_by = inf  # until when a new answer must be saved
         self.scanned_at = -inf  # when chips were last looked for
         self.polled_at = -inf  # when a poll was last begun
+        self.looked_at = -inf  # when pods' cgroups were last looked at
 
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
@@ -5463,6 +5464,8 @@ class Host:
 
         Raises OSError.
         """
+        if look:
+            self.looked_at = now
         self.holds.refresh(now, self.settings.resource_domain, look=look)
 
     def decide(self, now: float) -> Decision:
@@ -5694,7 +5697,9 @@ class Allocator:
                     log.info("%s: container start waits: %s", name, reason)
                     logged = reason
                 await asyncio.sleep(START_INTERVAL)
-                decision = self._decide(look=True)
+                # Starts that wait at the same time share their looks, also with the loop.
+                is_due = monotonic() - host.looked_at >= START_INTERVAL
+                decision = self._decide(look=is_due)
                 has_freed = False
 
             elif has_freed:
@@ -6710,7 +6715,6 @@ class Daemon:
         self._stage = Stage.SCANNING
         self._binding_since = 0.0
         self._round_at = -inf
-        self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
         self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
@@ -6807,7 +6811,7 @@ class Daemon:
         if host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
         if host.applied and host.applied.depends_on_holds:
-            due.append(self._looked_at + HELD_INTERVAL)
+            due.append(host.looked_at + HELD_INTERVAL)
         if self._must_tidy:
             due.append(now + TIDY_INTERVAL)
         return max(0.0, min(due) - now)
@@ -6884,9 +6888,7 @@ class Daemon:
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = host.holds.is_awaiting_containers
-        look = is_round or is_starting or now - self._looked_at >= HELD_INTERVAL
-        if look:
-            self._looked_at = now
+        look = is_round or is_starting or now - host.looked_at >= HELD_INTERVAL
         host.refresh_holds(now, look=look)
         if is_round:
             host.holds.note_ended_pods()
