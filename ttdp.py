@@ -4008,7 +4008,7 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     """Return the labels of a resource's existing devices, without its name in the keys."""
     unique = resource.unique_devices
     devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
-    chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
+    chips = [chip for device in devices for chip in device.chips if chip.is_present]
 
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
     labels["count"] = str(len(devices))
