@@ -4008,7 +4008,7 @@ def _resource_labels(resource: Resource) -> dict[str, str]:
     """Return the labels of a resource's existing devices, without its name in the keys."""
     unique = resource.unique_devices
     devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
-    chips = [chip for chip in resource.chips(resource.devices) if chip.is_present]
+    chips = [chip for device in devices for chip in device.chips if chip.is_present]
 
     labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
     labels["count"] = str(len(devices))
@@ -4169,6 +4169,9 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
 
     If a subject has gone, such as a chip that is excluded, the end of its conditions is unknown.
     """
+    if former and _has_same_subjects(former, decision):
+        return
+
     before = _subjects(former) if former else {}
     for key, (name, conditions) in _subjects(decision).items():
         _, last = before.get(key, ("", {}))
@@ -4178,6 +4181,17 @@ def changes(former: Decision | None, decision: Decision) -> LogLines:
         for what, condition in last.items():
             if condition.end and what not in conditions:
                 yield logging.INFO, f"{name}{condition.end}"
+
+
+def _has_same_subjects(one: Decision, other: Decision) -> bool:
+    """Return whether no condition can differ, as mostly: then only a hold has come or gone."""
+    if one.offer is not other.offer or one.resources is not other.resources:
+        return False
+    if one.observation.unsupported != other.observation.unsupported:
+        return False
+    # A hold takes an excluded chip back into service.
+    excluded = other.offer.excluded
+    return all(one.is_out_of_service(bdf) == other.is_out_of_service(bdf) for bdf in excluded)
 
 
 def _subjects(decision: Decision) -> dict[str, Subject]:
@@ -5428,6 +5442,7 @@ class Host:
         self.save_by = inf  # until when a new answer must be saved
         self.scanned_at = -inf  # when chips were last looked for
         self.polled_at = -inf  # when a poll was last begun
+        self.looked_at = -inf  # when pods' cgroups were last looked at
 
         self.applied: Decision | None = None  # the last decision that the loop has applied
         self._decision: Decision | None = None
@@ -5461,6 +5476,8 @@ class Host:
 
         Raises OSError.
         """
+        if look:
+            self.looked_at = now
         self.holds.refresh(now, self.settings.resource_domain, look=look)
 
     def decide(self, now: float) -> Decision:
@@ -5692,7 +5709,9 @@ class Allocator:
                     log.info("%s: container start waits: %s", name, reason)
                     logged = reason
                 await asyncio.sleep(START_INTERVAL)
-                decision = self._decide(look=True)
+                # Starts that wait at the same time share their looks, also with the loop.
+                is_due = monotonic() - host.looked_at >= START_INTERVAL
+                decision = self._decide(look=is_due)
                 has_freed = False
 
             elif has_freed:
@@ -6722,7 +6741,6 @@ class Daemon:
         self._stage = Stage.SCANNING
         self._binding_since = 0.0
         self._round_at = -inf
-        self._looked_at = -inf  # at pods' cgroups
         self._must_tidy = False  # there are directories to remove
         self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
@@ -6818,7 +6836,7 @@ class Daemon:
         if host.holds.is_awaiting_containers:
             due.append(now + START_INTERVAL)
         if host.applied and host.applied.depends_on_holds:
-            due.append(self._looked_at + HELD_INTERVAL)
+            due.append(host.looked_at + HELD_INTERVAL)
         if self._must_tidy:
             due.append(now + TIDY_INTERVAL)
         return max(0.0, min(due) - now)
@@ -6902,9 +6920,7 @@ class Daemon:
         host.inventory.date_faults(seconds_since_boot())
 
         is_starting = host.holds.is_awaiting_containers
-        look = is_round or is_starting or now - self._looked_at >= HELD_INTERVAL
-        if look:
-            self._looked_at = now
+        look = is_round or is_starting or now - host.looked_at >= HELD_INTERVAL
         host.refresh_holds(now, look=look)
         if is_round:
             host.holds.note_ended_pods()

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ttdp
-from tests.chips import bdf, chip, decide, hold
+from tests.chips import bdf, chip, count_calls, decide, hold
 from ttdp import Chip, Edits, Hold, Kind, Mount, RequestError, Settings, SharedResource, Sharing
 
 # Ordinals run against the addresses, as a reload of the driver can leave them.
@@ -301,6 +302,19 @@ def test_sharing_has_labels() -> None:
     sharing = Sharing(resources=(SharedResource("n150", 4),))
     gone = chip(1, present=False)
     assert values("n150", "count product", gone, sharing=sharing) == ["0", None]
+
+
+def test_labels_of_a_hundred_replicas_cost_what_those_of_two_do() -> None:
+    """They are made in each round, as the CDI file is."""
+    costs = []
+    for replicas in (2, 100):
+        sharing = Sharing(resources=(SharedResource("n150", replicas),))
+        decision = decide([chip(bus) for bus in range(1, 9)], Settings(sharing=sharing))
+        ttdp.labels_file(decision)  # what a decision computes is kept
+        costs.append(count_calls(partial(ttdp.labels_file, decision)))
+
+    few, many = costs
+    assert many < 1.2 * few
 
 
 @pytest.mark.parametrize(("length", "is_written"), [(57, True), (58, False)])

@@ -174,25 +174,30 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
 # -- the check before each start of a container ----------------------------------------------------
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When the daemon looked at pods, without its rounds, which are an hour apart."""
+    moments = []
+    refresh = ttdp.Cgroups.refresh
+
+    def noted(cgroups: ttdp.Cgroups) -> None:
+        moments.append(time.monotonic())
+        refresh(cgroups)
+
+    monkeypatch.setattr(ttdp.Cgroups, "refresh", noted)
+    for name in ("ROUND", "HELD_INTERVAL"):
+        monkeypatch.setattr(ttdp, name, 3600)
+    return moments
+
+
 async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    looks: list[float],
 ) -> None:  # fmt: skip
     """It waits for the last process, though no process has the device open, or opens it later.
 
     Polls are an hour apart: the call itself looks at pods while it waits.
     """
-    looks = 0
-    refresh = ttdp.Cgroups.refresh
-
-    def counted(cgroups: ttdp.Cgroups) -> None:
-        nonlocal looks
-        looks += 1
-        refresh(cgroups)
-
-    monkeypatch.setattr(ttdp.Cgroups, "refresh", counted)
-    for name in ("ROUND", "HELD_INTERVAL"):
-        monkeypatch.setattr(ttdp, name, 3600)
     (chip,) = node.add("p150a")
     daemon = await start(interval=3600)
     await run_pod(kubelet, "first")
@@ -205,13 +210,40 @@ async def test_a_container_waits_for_the_pod_that_was_deleted_by_force(
     waits = f"{P150}: container start waits: {reason}"
     await until(lambda: waits in caplog.messages)
     await kubelet.manager.write_checkpoint()
-    before = looks
-    await until(lambda: looks > before + 2)
+    before = len(looks)
+    await until(lambda: len(looks) > before + 2)
     assert not kubelet.find("running", since=kubelet.find("deleted")[0].at)
 
     kubelet.end("first")
     await kubelet.running("second", "main")
     assert not kubelet.find("not-started")
+
+
+async def test_starts_that_wait_at_the_same_time_share_their_looks_at_pods(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture,
+    looks: list[float],
+) -> None:  # fmt: skip
+    """There are ten looks a second, as for a single one."""
+    starts = 8
+    for _ in range(starts):
+        node.add("p150a")
+    daemon = await start(interval=3600)
+    for number in range(starts):
+        await run_pod(kubelet, f"first-{number}")
+    await until(lambda: not daemon.daemon.host.holds.is_awaiting_containers)
+
+    for number in range(starts):
+        kubelet.force_delete(f"first-{number}")
+        await kubelet.admit(f"second-{number}", "main", {P150: 1})
+    await until(lambda: caplog.text.count("container start waits") >= starts)
+
+    looks.clear()
+    await until(lambda: len(looks) == 9)
+    assert looks[-1] - looks[0] > 5 * ttdp.START_INTERVAL, "a checkpoint causes looks, too"
+
+    for number in range(starts):
+        kubelet.end(f"first-{number}")
+        await kubelet.running(f"second-{number}", "main")
 
 
 async def test_a_pod_that_is_deleted_while_its_container_waits_starts_none(
