@@ -633,6 +633,20 @@ def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have
     assert world.book.directory_for(asks(), world.now + 30) is None
 
 
+def test_a_container_that_is_given_devices_again_before_it_starts_has_used_no_directory(
+    world: BookWorld,
+) -> None:
+    """The kubelet was started again, without its checkpoint, before the pod's cgroup was made."""
+    for order in ((1, 2), (2, 1)):  # the same devices, in answers of different names
+        prepare = entry(*order, container="prepare", directory=own("x"))
+        world.answer(prepare)
+        world.write(prepare)
+        world.look()
+        world.now += 1
+
+    assert world.book.directory_for(asks(1, 2), world.now) == "x"
+
+
 @pytest.mark.parametrize("used_by", ["itself", "another that names it"])
 @pytest.mark.parametrize("how", ["its cgroup", "its start"])
 def test_a_directory_that_somebody_can_have_used_is_not_named_again(
