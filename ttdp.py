@@ -1718,7 +1718,9 @@ class ChipState:
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
     def appear(self, function: PciFunction) -> None:
-        """Record that it is present, perhaps with another number than before."""
+        """Record that it is present. With another number than before it was absent meanwhile."""
+        if function.ordinal != self.chip.function.ordinal:
+            self._drop_values()
         self.chip = self.chip._replace(function=function, was_present=True)
 
     def vanish(self, function: PciFunction) -> None:
