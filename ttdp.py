@@ -2779,7 +2779,7 @@ class HoldBook:
     def _note_given_again(self) -> None:
         """Note the end of containers that were given other devices since: they run on those.
 
-        Their pod is a static one that has come back under its UID; or the kubelet has lost its
+        Their pod is static, and has come back under its UID; or the kubelet has lost its
         checkpoint, and allocates again for a container that it starts again.
         """
         states = self._states.values()
