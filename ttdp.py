@@ -1718,7 +1718,9 @@ class ChipState:
     processes: Sequence[ProcessRow] | None = None  # None: unknown
 
     def appear(self, function: PciFunction) -> None:
-        """Record that it is present, perhaps with another number than before."""
+        """Record that it is present. With another number than before it was absent meanwhile."""
+        if function.ordinal != self.chip.function.ordinal:
+            self._drop_values()
         self.chip = self.chip._replace(function=function, was_present=True)
 
     def vanish(self, function: PciFunction) -> None:
@@ -2248,11 +2250,9 @@ class Hold(NamedTuple):
     def of(self, resource: str, ids: Iterable[str]) -> Hold:
         """Return this hold, as read from an answer alone, with what the answer was given for."""
         ids = frozenset(ids)
-        hold = self._replace(resource=resource, ids=ids)
-
         # Another mount on /dev/shm is an administrator's, and has no locks.
         has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
-        return hold if has_locks else hold._replace(locks="")
+        return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
 
     def is_for(self, resource: str, ids: DeviceIds) -> bool:
         """Return whether it is for exactly these IDs."""
@@ -2748,8 +2748,7 @@ class HoldBook:
 
     def _follow(self, now: float) -> None:
         """Note the progress of pods and starts, and drop the states that no longer matter."""
-        given_at = self._last_given_at()
-        for key, state in self._states.items():
+        for state in self._states.values():
             pod = state.hold.pod
             if not state.cgroup_seen:
                 state.cgroup_seen = self._cgroups.exists(pod)
@@ -2761,12 +2760,7 @@ class HoldBook:
             # on.
             if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
                 self._note_end(state)
-
-            # A container that was given other devices since runs on those: its pod is a static one
-            # that has come back under its UID; or the kubelet has lost its checkpoint, and
-            # allocates again for a container that it starts again.
-            if state.has_left and state.answered_at < given_at.get(key[:3], 0.0):
-                state.start = Start.OVER
+        self._note_given_again()
 
         # A hold that is not current keeps its state while its entry is in the checkpoint, or can
         # return to it: without the state, the next refresh would take a pod that has ended for one
@@ -2782,13 +2776,28 @@ class HoldBook:
         pods = {state.hold.pod for state in self._states.values()}
         self.names = {pod: name for pod, name in self.names.items() if pod in pods}
 
-    def _last_given_at(self) -> dict[tuple[str, str, str], float]:
-        """Return when containers were given devices last, by pod, container and resource."""
-        given_at: dict[tuple[str, str, str], float] = defaultdict(float)
-        for key, state in self._states.items():
-            if state.hold.pod:
-                given_at[key[:3]] = max(given_at[key[:3]], state.answered_at)
-        return given_at
+    def _note_given_again(self) -> None:
+        """Note the end of containers that were given other devices since: they run on those.
+
+        Their pod is static, and has come back under its UID; or the kubelet has lost its
+        checkpoint, and allocates again for a container that it starts again.
+        """
+        states = self._states.values()
+        left = [state for state in states if state.has_left]
+        if not left:
+            return  # as mostly: what follows costs more
+
+        given_at: dict[tuple[str, str, str], float] = defaultdict(float)  # the last time
+        for state in states:
+            container = state.hold.key[:3]
+            given_at[container] = max(given_at[container], state.answered_at)
+        for state in left:
+            if state.answered_at >= given_at[state.hold.key[:3]]:
+                continue
+            if not state.hold.is_ours:
+                del self._states[state.hold.key]  # as the pod's processes would go on to count
+            elif state.start is not Start.NONE:
+                state.start = Start.OVER
 
     def _is_start_over(self, state: HoldState, now: float) -> bool:
         """Return whether the container of an awaited start was seen, or will not come."""

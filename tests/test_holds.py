@@ -422,6 +422,27 @@ def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: BookW
         assert waits_for == ({FIRST} if containers else set())
 
 
+def test_a_container_that_was_given_devices_again_has_left_those_of_another_plugin(
+    world: BookWorld,
+) -> None:
+    """The kubelet has lost its checkpoint. The processes that run are not those of that hold."""
+    answer = pb.ContainerAllocateResponse()
+    answer.devices.add(host_path="/dev/tenstorrent/3", container_path="/dev/x", permissions="rw")
+    theirs = Entry(FIRST, "main", N150, Held({-1: ["0"]}, answer))
+    world.make_cgroup(FIRST, "main")
+    world.write(theirs)
+    world.look()
+    world.now += 1
+
+    again = entry(2)
+    world.answer(again)
+    world.write(again)
+    world.look()
+    world.now += 1
+    world.look()
+    assert [each.is_ours for each in world.current()] == [True]
+
+
 def test_of_two_pods_with_one_id_the_first_start_goes_on(world: BookWorld) -> None:
     """kubernetes #137534. A start counts for both, as the call says only the ID; then one waits."""
     pods = [entry(), entry(pod=SECOND)]
@@ -631,6 +652,20 @@ def test_a_recent_answer_for_the_same_ids_has_the_directory_that_nobody_can_have
     world.look()
     assert world.book.directory_for(asks(), world.now + 29) == "x"
     assert world.book.directory_for(asks(), world.now + 30) is None
+
+
+def test_a_container_that_is_given_devices_again_before_it_starts_has_used_no_directory(
+    world: BookWorld,
+) -> None:
+    """The kubelet was started again, without its checkpoint, before the pod's cgroup was made."""
+    for order in ((1, 2), (2, 1)):  # the same devices, in answers of different names
+        prepare = entry(*order, container="prepare", directory=own("x"))
+        world.answer(prepare)
+        world.write(prepare)
+        world.look()
+        world.now += 1
+
+    assert world.book.directory_for(asks(1, 2), world.now) == "x"
 
 
 @pytest.mark.parametrize("used_by", ["itself", "another that names it"])

@@ -228,6 +228,17 @@ def test_a_chip_that_can_be_read_again_has_no_sensors_of_before(
     assert found == {"healthy": 1, "temperature_celsius": 30}, kind
 
 
+def test_a_chip_with_another_number_has_no_values_of_before() -> None:
+    """Its driver was bound again between two scans: no process has that device file open."""
+    state = measured()
+
+    state.appear(CHIP)
+    assert "open" in of(bdf(1), samples(rendered(decide([state.chip]), state)))
+
+    state.appear(CHIP._replace(ordinal=7))
+    assert of(bdf(1), samples(rendered(decide([state.chip]), state))) == {"healthy": 1}
+
+
 @pytest.mark.parametrize("kind", ["stalled", "hot", "tripped", "silent", "node"])
 def test_a_chip_that_can_be_read_has_its_values_whatever_its_fault_is(kind: str) -> None:
     """Sysfs needs no device file, and PCI's own attributes need no firmware."""

@@ -42,7 +42,7 @@ class Spot:
 
 
 Layout = Sequence[Spot]
-# A layout, the available devices, the must-includes, the size and the occupied devices.
+# A layout, the available devices, the must-includes, the size and the forgotten devices.
 Question = tuple[Layout, list[Spot], list[Spot], int, list[Spot]]
 
 
@@ -114,7 +114,7 @@ def cost(
     layout: Layout,
     available: Collection[Spot],
     chosen: Iterable[Spot],
-    occupied: Collection[Spot] = (),
+    forgotten: Collection[Spot] = (),
 ) -> tuple[object, ...]:
     """What the design compares, in its order: the smaller the better.
 
@@ -132,7 +132,7 @@ def cost(
     packing = (len(used), len(nodes), len(whole_boards), len(whole_nodes))
     neighbours = distance(chosen, taken) if has_trays(layout) else ()
     addresses = [spot.bus for spot in chosen]
-    return (len({*occupied} & {*chosen}), *packing, *neighbours, addresses)
+    return (len({*forgotten} & {*chosen}), *packing, *neighbours, addresses)
 
 
 def nodes_of(spots: Iterable[Spot]) -> set[int | None]:
@@ -192,12 +192,12 @@ def ids_of(spots: Iterable[Spot]) -> list[str]:
 
 
 def by_brute_force(
-    layout: Layout, available: Sequence[Spot], must: Collection[Spot], size: int, occupied: Layout
+    layout: Layout, available: Sequence[Spot], must: Collection[Spot], size: int, forgotten: Layout
 ) -> list[str]:
     """The best of all possible sets."""
     others = [spot for spot in available if spot not in must]
     sets = ([*must, *more] for more in itertools.combinations(others, size - len(must)))
-    return ids_of(min(sets, key=lambda chosen: cost(layout, available, chosen, occupied)))
+    return ids_of(min(sets, key=lambda chosen: cost(layout, available, chosen, forgotten)))
 
 
 def preferred(
@@ -205,10 +205,10 @@ def preferred(
     available: Iterable[Spot],
     must: Iterable[Spot],
     size: int,
-    occupied: Iterable[Spot] = (),
+    forgotten: Iterable[Spot] = (),
 ) -> list[str]:
     ids = ids_of(available)
-    return ttdp.preferred_allocation(resource(layout), ids, ids_of(must), size, ids_of(occupied))
+    return ttdp.preferred_allocation(resource(layout), ids, ids_of(must), size, ids_of(forgotten))
 
 
 # -- single rules ----------------------------------------------------------------------------------
@@ -263,38 +263,38 @@ def test_the_more_important_rule_decides(rule: str) -> None:
     assert preferred([*available, *taken], available, [], len(best)) == ids_of(best)
 
 
-def test_of_a_shared_device_an_occupied_id_is_the_last_choice() -> None:
-    """The device's other ID is not occupied."""
+def test_of_a_shared_device_a_forgotten_id_is_the_last_choice() -> None:
+    """The device's other ID is not forgotten."""
     devices = resource([single(1), single(2)], replicas=2)
     one, two = bdf(1), bdf(2)
-    occupied = [f"{one}::0"]
+    forgotten = [f"{one}::0"]
 
     for size, chosen in (
         (1, [f"{one}::1"]),
         (2, [f"{one}::1", f"{two}::0"]),
         (3, [f"{one}::1", f"{two}::0", f"{two}::1"]),
     ):
-        found = ttdp.preferred_allocation(devices, [*devices.devices], [], size, occupied)
+        found = ttdp.preferred_allocation(devices, [*devices.devices], [], size, forgotten)
         assert found == chosen
 
 
 def test_an_id_that_allocate_would_refuse_is_the_last_choice() -> None:
-    """The kubelet can still offer it, by a former list. A pod can wait for an occupied device."""
+    """The kubelet can still offer it, by a former list. A pod can wait for a forgotten device."""
     excluded = Settings(exclude=(bdf(2),))
     former = hold("n150", bdf(2), buses=[2])
     chips = [chip(1, fault=Kind.STALLED), chip(2), chip(3), chip(4)]
     (devices,) = decide(chips, excluded, [former]).resources.values()
 
-    ill, reserved, occupied, free = map(bdf, (1, 2, 3, 4))
+    ill, reserved, forgotten, free = map(bdf, (1, 2, 3, 4))
     for must, chosen in (
         ([], [free]),
-        ([], [occupied, free]),
+        ([], [forgotten, free]),
         ([ill], [ill]),
         ([reserved], [reserved, free]),
-        ([], [ill, reserved, occupied, free]),
+        ([], [ill, reserved, forgotten, free]),
     ):
         found = ttdp.preferred_allocation(
-            devices, [ill, reserved, occupied, free], must, len(chosen), [reserved, occupied]
+            devices, [ill, reserved, forgotten, free], must, len(chosen), [reserved, forgotten]
         )
         assert {*found} == {*chosen}
 
@@ -318,12 +318,12 @@ def some(*kinds: st.SearchStrategy[Spot], most: int = 9) -> st.SearchStrategy[La
 
 @st.composite
 def questions(draw: st.DrawFn) -> Question:
-    """A layout, some of it available, some of that must-include or occupied, and a size."""
+    """A layout, some of it available, some of that must-include or forgotten, and a size."""
     layout = draw(some(singles, boards, trays, in_a_machine))
     available = [spot for spot in layout if draw(st.integers(0, 4))]
     must = [spot for spot in available if not draw(st.integers(0, 5))]
-    occupied = [spot for spot in available if not draw(st.integers(0, 5))]
-    return layout, available, must, draw(st.integers(len(must), len(available))), occupied
+    forgotten = [spot for spot in available if not draw(st.integers(0, 5))]
+    return layout, available, must, draw(st.integers(len(must), len(available))), forgotten
 
 
 @hypothesis_settings(deadline=None, max_examples=300)
@@ -332,7 +332,7 @@ def test_the_answer_is_the_optimum_whatever_the_layout(
     question: Question, order: random.Random
 ) -> None:
     """In any order of the question, with repetitions."""
-    layout, available, must, size, occupied = question
+    layout, available, must, size, forgotten = question
     best = by_brute_force(*question)
 
     order.shuffle(available)
@@ -340,7 +340,7 @@ def test_the_answer_is_the_optimum_whatever_the_layout(
 
     ids = [spot.id for spot in (*available, *available)]
     required = [spot.id for spot in (*must, *must)]
-    found = ttdp.preferred_allocation(resource(layout), ids, required, size, ids_of(occupied))
+    found = ttdp.preferred_allocation(resource(layout), ids, required, size, ids_of(forgotten))
 
     assert found == best
 
