@@ -2783,7 +2783,7 @@ class HoldBook:
         checkpoint, and allocates again for a container that it starts again.
         """
         states = self._states.values()
-        left = [state for state in states if state.has_left]
+        left = [state for state in states if state.has_left and state.start is not Start.NONE]
         if not left:
             return  # as mostly: what follows costs more
 
@@ -2792,11 +2792,7 @@ class HoldBook:
             container = state.hold.key[:3]
             given_at[container] = max(given_at[container], state.answered_at)
         for state in left:
-            if state.answered_at >= given_at[state.hold.key[:3]]:
-                continue
-            if not state.hold.is_ours:
-                del self._states[state.hold.key]  # as the pod's processes would go on to count
-            elif state.start is not Start.NONE:
+            if state.answered_at < given_at[state.hold.key[:3]]:
                 state.start = Start.OVER
 
     def _is_start_over(self, state: HoldState, now: float) -> bool:

@@ -422,27 +422,6 @@ def test_a_container_waits_for_the_processes_of_another_plugins_pod(world: BookW
         assert waits_for == ({FIRST} if containers else set())
 
 
-def test_a_container_that_was_given_devices_again_has_left_those_of_another_plugin(
-    world: BookWorld,
-) -> None:
-    """The kubelet has lost its checkpoint. The processes that run are not those of that hold."""
-    answer = pb.ContainerAllocateResponse()
-    answer.devices.add(host_path="/dev/tenstorrent/3", container_path="/dev/x", permissions="rw")
-    theirs = Entry(FIRST, "main", N150, Held({-1: ["0"]}, answer))
-    world.make_cgroup(FIRST, "main")
-    world.write(theirs)
-    world.look()
-    world.now += 1
-
-    again = entry(2)
-    world.answer(again)
-    world.write(again)
-    world.look()
-    world.now += 1
-    world.look()
-    assert [each.is_ours for each in world.current()] == [True]
-
-
 def test_of_two_pods_with_one_id_the_first_start_goes_on(world: BookWorld) -> None:
     """kubernetes #137534. A start counts for both, as the call says only the ID; then one waits."""
     pods = [entry(), entry(pod=SECOND)]
