@@ -104,7 +104,7 @@ e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb  ## as root: real ku
 		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
 e2e-pythons: $(DEB)$(MACHINE).deb  ## as root: the package with newer Pythons, or PYTHONS=3.13
-	@$(PYTEST) -vv tests/e2e/test_pythons.py $(addprefix -k ,$(PYTHONS))
+	@$(PYTEST) -vv tests/e2e/test_pythons.py -k "$$(echo $(PYTHONS) | sed 's/ / or /g')"
 
 e2e-cgroup2: $(DEB)$(MACHINE).deb  ## as root: a node in a VM (cgroup v2)
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
