@@ -129,7 +129,7 @@ DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
-NEEDS_RESTART = ("device_plugin_dir", "sysfs_root", "dev_root", "proc_root")
+NEEDS_RESTART = ("device_plugin_dir", "root")
 # `check` takes these from the running service, whose variables it does not have.
 KEYS_OF_SERVICE = ("cdi_dir", "device_list_strategy", "hugepages", "metrics_file")
 
@@ -208,9 +208,7 @@ class Settings:
     """The configuration. Every path is absolute, or empty where that is valid."""
 
     device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
-    sysfs_root: str = "/sys"
-    dev_root: str = "/dev"
-    proc_root: str = "/proc"
+    root: str = "/"
     resource_domain: str = "tenstorrent.com"
     resource_naming: str = "board"
     visible_devices: str = "bdf"
@@ -231,6 +229,19 @@ class Settings:
     # Not in the file: the directories that systemd sets.
     state_dir: str | None = None  # None: the state is not saved
     runtime_dir: str | None = None  # None: there is no status socket
+
+    @property
+    def sys(self) -> str:
+        """Return the host's /sys, below `root`; dev and proc likewise."""
+        return f"{self.root.rstrip('/')}/sys"
+
+    @property
+    def dev(self) -> str:
+        return f"{self.root.rstrip('/')}/dev"
+
+    @property
+    def proc(self) -> str:
+        return f"{self.root.rstrip('/')}/proc"
 
     @property
     def has_private_hugepages(self) -> bool:
@@ -371,9 +382,7 @@ KEYS = {
         f"a path of at most {PLUGIN_DIR_MAX} bytes",
         PLUGIN_DIR_MAX,
     ),
-    "sysfs_root": _path("mount point of sysfs"),
-    "dev_root": _path("directory of the device files"),
-    "proc_root": _path("mount point of procfs"),
+    "root": _path("directory that has the host's /sys, /dev, /proc and /run/udev"),
     "resource_domain": Key(
         "domain of all resource names",
         "a lower-case DNS name outside kubernetes.io, such as example.com",
@@ -734,7 +743,6 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
-UDEV_RULE = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"  # makes /dev/tenstorrent/by-pci
 BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 # Device, inode, mtime and size: inodes are reused, and kernels before 6.13 give all files that are
 # written in one tick of 1 to 10 ms the same mtime.
@@ -916,8 +924,8 @@ def driver_version(settings: Settings) -> str | None:
 
     Raises OSError.
     """
-    module = f"{settings.sysfs_root}/module/{DRIVER}"
-    signs = (module, f"{settings.sysfs_root}/class/{DRIVER}")
+    module = f"{settings.sys}/module/{DRIVER}"
+    signs = (module, f"{settings.sys}/class/{DRIVER}")
     if not any(if_exists(os.stat, each) for each in signs):
         return None
     return printable(if_exists(read_attribute, f"{module}/version") or "unknown")
@@ -943,7 +951,7 @@ def driver_override(function: PciFunction) -> str | None:
 
 def pci_directory(settings: Settings, bdf: str = "") -> str:
     """Return the sysfs directory of a PCI function, or that of all functions."""
-    return f"{settings.sysfs_root}/bus/pci/devices/{bdf}"
+    return f"{settings.sys}/bus/pci/devices/{bdf}"
 
 
 def scan(settings: Settings, last: Bus, *, driver_is_loaded: bool) -> Bus:
@@ -995,7 +1003,7 @@ def _with_present_state(settings: Settings, function: PciFunction) -> PciFunctio
     for name in names_in(f"{function.directory}/{DRIVER}"):
         ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
         if ordinal is not None:
-            path = f"{settings.dev_root}/{DRIVER}/{ordinal}"
+            path = f"{settings.dev}/{DRIVER}/{ordinal}"
             present = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
             return present._replace(file_fault=file_fault_now(present))
 
@@ -1034,7 +1042,7 @@ def processes_on(settings: Settings, function: PciFunction) -> list[ProcessRow] 
     The driver's list has a line for each open file, and any user can open the device file a million
     times: so no more of it is read than is useful.
     """
-    proc = settings.proc_root
+    proc = settings.proc
     try:
         with open(f"{proc}/driver/{DRIVER}/{function.ordinal}/pids", "rb") as file:
             lines = file.readlines(PIDS_MAX)
@@ -1059,7 +1067,7 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
     Runtimes resolve the link each time that they create a container (containerd 1.6 and 2.1,
     CRI-O 1.35), so a path that the kubelet has stored is right after a renumbering, too.
     """
-    link = f"{settings.dev_root}/{DRIVER}/by-pci/{function.bdf}"
+    link = f"{settings.dev}/{DRIVER}/by-pci/{function.bdf}"
     with suppress(OSError):
         if os.readlink(link) in (f"../{function.ordinal}", function.path):
             return link
@@ -1067,15 +1075,13 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 
 
 def expects_links(settings: Settings) -> bool:
-    """Return whether the package's udev rule is in force."""
-    if settings.dev_root == "/dev" and exists(UDEV_RULE):
-        return True
-    return isdir(f"{settings.dev_root}/{DRIVER}/by-pci")
+    """Return whether udev makes links, by the package's rule. In a container (LXC) none runs."""
+    return exists(f"{settings.root.rstrip('/')}/run/udev/control")
 
 
 def hugetlbfs_mounts(settings: Settings) -> list[Mount]:
     """Return the hugetlbfs directories of the host, as containers would have them."""
-    mounts = [Mount(f"{settings.dev_root}/{name}", f"/dev/{name}") for name in HUGETLBFS]
+    mounts = [Mount(f"{settings.dev}/{name}", f"/dev/{name}") for name in HUGETLBFS]
     return [mount for mount in mounts if exists(mount.host)]
 
 
@@ -2439,8 +2445,8 @@ CONMON = "crio-conmon-"  # CRI-O's monitor, in a cgroup beside its container's
 class Cgroups:
     """The cgroups of pods at the last refresh, by UID (pod_container_manager_linux.go)."""
 
-    def __init__(self, sysfs_root: str) -> None:
-        self._mount = f"{sysfs_root}/fs/cgroup"
+    def __init__(self, settings: Settings) -> None:
+        self._mount = f"{settings.sys}/fs/cgroup"
         self._is_v2 = False
         self._directories: Mapping[str, list[str]] = {}  # of pods, by UID with "_" for "-"
         self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
@@ -2657,7 +2663,7 @@ class HoldBook:
 
         self._path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
         self._domain = ""  # for which the checkpoint was read
-        self._cgroups = Cgroups(settings.sysfs_root)
+        self._cgroups = Cgroups(settings)
         self._is_stale = True  # cgroups must be listed; stays so while that fails
         self._new_entries: Sequence[Hold] | None = None  # the checkpoint's; no state has them yet
         self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
@@ -3176,7 +3182,7 @@ class Directories:
     def __init__(self, settings: Settings, began_at: float = -inf) -> None:
         """`began_at`: the daemon's start, in seconds of the monotonic clock."""
         self.resisting: dict[str, Resistance] = {}  # by path
-        self._settings = settings  # only dev_root counts, which never changes
+        self._settings = settings  # only root counts, which never changes
         self._lock_paths: set[str] = set()  # that can have locks in them
         self._tried_at: dict[str, float] = {}  # by path
         self._began_at = began_at
@@ -5026,7 +5032,7 @@ class StateFile:
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:
-        self._boot = read_text(f"{settings.proc_root}/sys/kernel/random/boot_id")
+        self._boot = read_text(f"{settings.proc}/sys/kernel/random/boot_id")
         self._file: OutputFile | None = None
         if settings.state_dir:
             path = f"{settings.state_dir}/state.json"
@@ -7878,9 +7884,9 @@ def _why_cooling(seen: Situation) -> str:
 def shown_command(step: Step, seen: Situation, settings: Settings, program: str) -> str:
     """Return a shell command that does the same as a step; `program`: tt-smi or modprobe."""
     bdf, path = seen.function.bdf, seen.function.path
-    drivers = f"{settings.sysfs_root}/bus/pci/drivers/{DRIVER}"
+    drivers = f"{settings.sys}/bus/pci/drivers/{DRIVER}"
     if step is Step.RESCAN:
-        return f"echo 1 > {settings.sysfs_root}/bus/pci/rescan"
+        return f"echo 1 > {settings.sys}/bus/pci/rescan"
     if step is Step.LOAD:
         return f"{program} {DRIVER}"
 
@@ -7954,13 +7960,13 @@ def _is_real_directory(path: str) -> bool:
 def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
     """Return the path of a program, None if there is none, and where it was looked for.
 
-    A simulated node has its own programs in the directory `bin` beside its sysfs.
+    A simulated node has its own programs in the directory `bin` below its root.
     """
     import shutil  # here, because it would cost 3 ms of each start
 
     directories = os.environ.get("PATH", os.defpath)
-    if settings.sysfs_root != Settings().sysfs_root:
-        directories = f"{dirname(settings.sysfs_root)}/bin"
+    if settings.root != Settings().root:
+        directories = f"{settings.root}/bin"
     return shutil.which(name, path=directories), directories
 
 
@@ -8390,7 +8396,7 @@ class Mender:
     def _act(self, step: Step, seen: Situation, program: str) -> None:
         """Take a step that an interrupt does not end: WAIT does nothing; raises OSError."""
         bdf = self._bdf
-        bus = f"{self._settings.sysfs_root}/bus/pci"
+        bus = f"{self._settings.sys}/bus/pci"
         driver = f"{bus}/drivers/{DRIVER}"
         if step is Step.RESCAN:
             write_attribute(f"{bus}/rescan", "1")
@@ -8628,11 +8634,11 @@ class Checks:
             if row["path"] and row["healthy"] is not None and not is_translated:
                 chips += 1
 
-        directory = f"{self._settings.sysfs_root}/kernel/mm/hugepages/hugepages-1048576kB"
+        directory = f"{self._settings.sys}/kernel/mm/hugepages/hugepages-1048576kB"
         available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
         pages = f"{pluralize(available, 'page')} of 1 GiB"
         needed = chips * PAGES_PER_CHIP
-        mounts = read_text(f"{self._settings.proc_root}/mounts") or ""
+        mounts = read_text(f"{self._settings.proc}/mounts") or ""
         if available < needed:
             without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
             text = f"{pages}, but {without_iommu}: {needed} needed; add "

@@ -44,12 +44,11 @@ EXPLANATIONS = {
         "only for tests on a simulated node: it is a constant of every kubelet, whatever the "
         "kubelet's root directory is. A change needs a restart."
     ),
-    "sysfs_root": "Only for tests on a simulated node. A change needs a restart.",
-    "dev_root": (
-        "Only for tests on a simulated node. Inside containers, device files are always in "
-        "/dev/tenstorrent. A change needs a restart."
+    "root": (
+        "Only for tests on a simulated node: all below it stands for the host's /sys, /dev, /proc "
+        "and /run/udev. Inside containers, device files are always in /dev/tenstorrent. A change "
+        "needs a restart."
     ),
-    "proc_root": "Only for tests on a simulated node. A change needs a restart.",
     "resource_domain": (
         "It is also the vendor of the CDI devices, and so begins with a letter unless cdi_dir is "
         "empty, and the prefix of the labels. After a change, new pods must request the new "

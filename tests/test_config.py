@@ -26,9 +26,7 @@ Shared = ttdp.SharedResource
 # next one, and from the default if possible.
 SAMPLES: dict[str, tuple[Any, str, str, str]] = {
     "device_plugin_dir": ("/var/lib/kubelet/device-plugins", "/file/d", "/variable/d", "/flag/d"),
-    "sysfs_root": ("/sys", "/file/sys", "/variable/sys", "/flag/sys"),
-    "dev_root": ("/dev", "/file/dev", "/variable/dev", "/flag/dev"),
-    "proc_root": ("/proc", "/file/proc", "/variable/proc", "/flag/proc"),
+    "root": ("/", "/file/root", "/variable/root", "/flag/root"),
     "resource_domain": ("tenstorrent.com", "file.example", "variable.example", "flag.example"),
     "resource_naming": ("board", "card", "arch", "card"),
     "visible_devices": ("bdf", "index", "none", "index"),
@@ -51,9 +49,7 @@ LONG = "/" + "x" * 4096
 DOMAINS = ["", "Tenstorrent.com", "tenstorrent_com", "a..b", "-a.b", "a/b", "kubernetes.io", "a\nb"]
 DOMAINS += ["x.kubernetes.io", "requests.example", "a" * 245, "tenstorrent.com\n"]
 WRONG: dict[str, tuple[list[str], str]] = {
-    **dict.fromkeys(
-        ("sysfs_root", "dev_root", "proc_root"), (["", "/a\nb"], "the path of a directory")
-    ),
+    **dict.fromkeys(("root",), (["", "/a\nb"], "the path of a directory")),
     **dict.fromkeys(
         ("cdi_dir", "labels_dir", "metrics_file"), ([LONG, "/a\x1b"], "a path, or empty")
     ),
@@ -238,7 +234,7 @@ def test_what_python_cannot_convert_is_reported_like_any_wrong_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path that is not UTF-8, thousands of digits, a relative path without a directory."""
-    assert rejection(environ={"TTDP_DEV_ROOT": "/\udcff"}).startswith("TTDP_DEV_ROOT: '/")
+    assert rejection(environ={"TTDP_ROOT": "/\udcff"}).startswith("TTDP_ROOT: '/")
 
     entry = f"[[sharing.resources]]\nname = 'n150'\nreplicas = 2\ndevices = [0x{'f' * 5000}]"
     assert "FILE: [[sharing.resources]] devices: " in rejection(entry)
@@ -247,7 +243,7 @@ def test_what_python_cannot_convert_is_reported_like_any_wrong_value(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert rejection(flags={"dev_root": "dev"}).startswith("--dev-root: 'dev' is not valid")
+    assert rejection(flags={"root": "dev"}).startswith("--root: 'dev' is not valid")
     assert from_file("cdi_dir = ''").cdi_dir == ""
 
 

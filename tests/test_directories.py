@@ -398,7 +398,7 @@ def dev() -> Iterator[Path]:
     """A /dev, in memory as hugetlbfs is."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as path:
-        yield Path(path)
+        yield Path(path, "dev")
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ def parent(dev: Path) -> Path:
 @pytest.fixture
 def directories(dev: Path, parent: Path) -> Directories:
     """As a daemon has them some time after its start."""
-    found = Directories(Settings(dev_root=str(dev)))
+    found = Directories(Settings(root=str(dev.parent)))
     tidy(found, now=0.0)
     return found
 
@@ -764,7 +764,7 @@ def test_what_resists_a_start_is_known_until_it_is_emptied(
 
 def without_capabilities(dev: Path, script: str) -> str:
     """Return what a script prints that has `directories`, as root without capabilities."""
-    begin = f"import json, ttdp; directories = ttdp.Directories(ttdp.Settings(dev_root='{dev}'))"
+    begin = f"import json, ttdp; directories = ttdp.Directories(ttdp.Settings(root='{dev.parent}'))"
     without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c"]
     done = subprocess.run(
         [*without, f"{begin}\n{script}"],

@@ -317,7 +317,7 @@ def set_boot_id(root: Path, boot: str | None) -> None:
 def settings(tmp_path: Path) -> Settings:
     """Settings of a daemon whose state is saved."""
     set_boot_id(tmp_path, "this boot")
-    return Settings(state_dir=str(tmp_path), proc_root=f"{tmp_path}/proc")
+    return Settings(state_dir=str(tmp_path), root=str(tmp_path))
 
 
 def loaded(settings: Settings) -> SavedState:

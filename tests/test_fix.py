@@ -204,7 +204,7 @@ def test_a_device_file_is_made_again(node: SimulatedNode, what: str) -> None:
     breaks, remove = FILES[what]
     path = card.device_node
     breaks(path)
-    settings = ttdp.Settings(sysfs_root=f"{node.root}/sys", dev_root=f"{node.root}/dev")
+    settings = ttdp.Settings(root=str(node.root))
     function = ttdp.scan(settings, {}, driver_is_loaded=True)[card.bdf]
     assert function
 
@@ -258,7 +258,7 @@ def test_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second is one line, which names the first."""
-    settings = ttdp.Settings(runtime_dir=str(tmp_path), sysfs_root=f"{tmp_path}/sys")
+    settings = ttdp.Settings(runtime_dir=str(tmp_path), root=str(tmp_path))
     view = view_of(decide([chip(1)], settings))
     monkeypatch.setattr(ttdp, "ask_service", lambda *_, **__: view)
 
@@ -905,7 +905,7 @@ async def test_tt_smi_must_accept_a_device_file_as_target(
 ) -> None:
     """As it does since 4.2; one without a version does not."""
     host.controls.version = version
-    settings = ttdp.Settings(sysfs_root=f"{host.node.root}/sys")
+    settings = ttdp.Settings(root=str(host.node.root))
     mender = ttdp.Mender(settings, ADDRESS, dict, says_yes=True)
 
     path, problem = await mender._program("tt-smi")

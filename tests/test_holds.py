@@ -1092,12 +1092,12 @@ class Tree:
     """A hierarchy of cgroups, of version 1 or 2."""
 
     def __init__(self, home: Path, *, is_v2: bool = True) -> None:
-        self.top = home / "fs/cgroup"
+        self.top = home / "sys/fs/cgroup"
         self.top.mkdir(parents=True)
         if is_v2:
             (self.top / "cgroup.controllers").touch()
         self.is_v2 = is_v2
-        self.cgroups = ttdp.Cgroups(str(home))
+        self.cgroups = ttdp.Cgroups(ttdp.Settings(root=str(home)))
 
     def make(self, where: str, *, populated: bool = True, pod: str = FIRST) -> Path:
         """Make a pod's cgroup, whose process is in a container's."""

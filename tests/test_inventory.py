@@ -40,8 +40,6 @@ from ttdp import (
 )
 from ttdp import parse_telemetry as parse
 
-BY_PCI = Path("/dev/tenstorrent/by-pci")  # of the machine that runs the tests
-
 
 def settings(node: SimulatedNode) -> ttdp.Settings:
     return settings_of(node, node.root / "plugins")
@@ -571,23 +569,14 @@ def test_a_generation_that_is_not_known_is_named_and_never_a_chip(
     assert chips.keys() == {known.bdf}
 
 
-@pytest.mark.parametrize("has_rule", [True, False])
-@pytest.mark.parametrize("has_directory", [True, False])
-def test_links_are_expected_where_they_are_or_where_the_rule_makes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rule: bool, has_directory: bool
-) -> None:
-    """The package's udev rule counts for the host's own /dev only."""
-    rule = tmp_path / "60-tt-device-plugin.rules"
-    if has_rule:
-        rule.touch()
-    monkeypatch.setattr(ttdp, "UDEV_RULE", str(rule))
-    if has_directory:
-        (tmp_path / "dev/tenstorrent/by-pci").mkdir(parents=True)
+@pytest.mark.parametrize("udev_runs", [True, False])
+def test_links_are_expected_where_udev_runs(tmp_path: Path, udev_runs: bool) -> None:
+    """In a system container (LXC) it does not."""
+    if udev_runs:
+        (tmp_path / "run/udev").mkdir(parents=True)
+        (tmp_path / "run/udev/control").touch()
 
-    elsewhere = ttdp.expects_links(ttdp.Settings(dev_root=f"{tmp_path}/dev"))
-
-    assert elsewhere is has_directory
-    assert ttdp.expects_links(ttdp.Settings()) is (has_rule or BY_PCI.is_dir())
+    assert ttdp.expects_links(ttdp.Settings(root=str(tmp_path))) is udev_runs
 
 
 def test_odd_names_of_class_devices_are_ignored(chip: Chip) -> None:

@@ -108,13 +108,13 @@ def test_a_link_is_used_if_it_points_to_the_chips_device_file_now(
     tmp_path: Path, target: str | None
 ) -> None:
     """A runtime resolves it at each start of the container."""
-    link = tmp_path / "tenstorrent/by-pci" / bdf(3)
+    link = tmp_path / "dev/tenstorrent/by-pci" / bdf(3)
     link.parent.mkdir(parents=True)
-    function = chip(3, ordinal=7).function._replace(path=f"{tmp_path}/tenstorrent/7")
+    function = chip(3, ordinal=7).function._replace(path=f"{tmp_path}/dev/tenstorrent/7")
     if target:
         link.symlink_to(target.format(file=function.path))
 
-    found = ttdp.link_path(Settings(dev_root=str(tmp_path)), function)
+    found = ttdp.link_path(Settings(root=str(tmp_path)), function)
 
     assert found == (str(link) if target in ("../7", "{file}") else None)
 
@@ -122,13 +122,13 @@ def test_a_link_is_used_if_it_points_to_the_chips_device_file_now(
 def test_the_mounts_of_all_containers_are_the_configured_ones_and_hugepages_that_exist(
     tmp_path: Path,
 ) -> None:
-    """Below dev_root. A configured one need not exist; at the path of another it replaces that."""
+    """Below root. A configured one need not exist; at the path of another it replaces that."""
     other, instead = Mount("/does/not/exist", "/x"), Mount("/mine", "/dev/hugepages-1G")
     for names in ([], ["hugepages"], ["hugepages-1G", "hugepages"]):
         for name in names:
-            (tmp_path / name).mkdir(exist_ok=True)
-        settings = Settings(dev_root=str(tmp_path))
-        hugepages = [Mount(f"{tmp_path}/{name}", f"/dev/{name}") for name in names]
+            (tmp_path / "dev" / name).mkdir(parents=True, exist_ok=True)
+        settings = Settings(root=str(tmp_path))
+        hugepages = [Mount(f"{tmp_path}/dev/{name}", f"/dev/{name}") for name in names]
 
         assert ttdp.host_mounts(settings) == (*hugepages,)
 

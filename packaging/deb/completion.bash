@@ -10,9 +10,7 @@ _tt_device_plugin() {
         [run]='--help
             --config-file
             --device-plugin-dir
-            --sysfs-root
-            --dev-root
-            --proc-root
+            --root
             --resource-domain
             --resource-naming
             --visible-devices
@@ -29,9 +27,7 @@ _tt_device_plugin() {
             --json
             --config-file
             --device-plugin-dir
-            --sysfs-root
-            --dev-root
-            --proc-root
+            --root
             --resource-domain
             --resource-naming
             --unit
@@ -41,9 +37,7 @@ _tt_device_plugin() {
             --config-only
             --config-file
             --device-plugin-dir
-            --sysfs-root
-            --dev-root
-            --proc-root
+            --root
             --resource-domain
             --resource-naming
             --visible-devices
@@ -63,9 +57,7 @@ _tt_device_plugin() {
     local -A values=(
         [--config-file]='FILE'
         [--device-plugin-dir]='DIRECTORY'
-        [--sysfs-root]='DIRECTORY'
-        [--dev-root]='DIRECTORY'
-        [--proc-root]='DIRECTORY'
+        [--root]='DIRECTORY'
         [--resource-domain]='TEXT'
         [--resource-naming]='board card arch'
         [--visible-devices]='bdf index none'

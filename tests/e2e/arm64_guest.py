@@ -20,9 +20,7 @@ CONFIG = Path("/etc/tt-device-plugin/config.toml")
 DIRECTORY = "/var/lib/kubelet/device-plugins"
 NODE = Path("/srv/node")
 CONFIGURATION = f"""
-sysfs_root = "{NODE}/sys"
-dev_root = "{NODE}/dev"
-proc_root = "{NODE}/proc"
+root = "{NODE}"
 [health]
 interval = 2.0
 """

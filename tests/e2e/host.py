@@ -41,9 +41,7 @@ WantedBy=multi-user.target
 """
 # No heartbeat is missed: on a busy machine, firmware that a thread plays does not keep up.
 CONFIGURATION = f"""
-sysfs_root = "/srv/shared/node/sys"
-dev_root = "/srv/shared/node/dev"
-proc_root = "/srv/shared/node/proc"
+root = "/srv/shared/node"
 [health]
 interval = 0.5
 heartbeat_misses = {NEVER}

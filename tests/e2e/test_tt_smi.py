@@ -147,7 +147,7 @@ def run(host: FixHost, *words: str) -> None:
 def command(host: FixHost) -> list[str]:
     """What `fix` would run for this chip at this moment."""
     bus = ttdp.scan(
-        ttdp.Settings(sysfs_root=f"{host.node.root}/sys", dev_root=f"{host.node.root}/dev"),
+        ttdp.Settings(root=str(host.node.root)),
         {},
         driver_is_loaded=True,
     )

@@ -46,9 +46,7 @@ class BookWorld:
     def __init__(self, home: Path, saved: Iterable[HoldState] = (), now: float = 1000.0) -> None:
         self.home = home
         self.now = now
-        self.settings = Settings(
-            device_plugin_dir=str(home), sysfs_root=f"{home}/sys", dev_root=f"{home}/dev"
-        )
+        self.settings = Settings(device_plugin_dir=str(home), root=str(home))
 
         self.path = home / ttdp.CHECKPOINT
         self.cgroups = home / "sys/fs/cgroup"

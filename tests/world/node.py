@@ -51,7 +51,7 @@ class SimulatedNode:
     `driver` is a release of tt-kmd ("1.34" to "2.10.1-pre"), which is loaded. A captured card has
     the attributes that it had with it, and one that is added has all of 2.10. `numbers` are (major,
     minor) by ordinal instead of the default (245:N, or the borrowed ones of "link").
-    `links=False`: without our package's udev rule there are no by-pci links.
+    `links=False`: no udevd runs, so there are no by-pci links.
 
     `on_uevent` is called with each raw kernel uevent, at the moment of the operation at which the
     kernel sends it. `on_step` is called in the middle of operations, when a part of a device exists
@@ -84,6 +84,9 @@ class SimulatedNode:
             (root / "sys" / path).mkdir(parents=True)
         (root / "dev").mkdir()
         (root / "proc/driver").mkdir(parents=True)
+        if links:  # udevd runs, with our rule
+            (root / "run/udev").mkdir(parents=True)
+            (root / "run/udev/control").touch()
         put_control(root / "sys/bus/pci/rescan")
 
         self.boot()
@@ -122,8 +125,7 @@ class SimulatedNode:
     @property
     def flags(self) -> list[str]:
         """The options that let the daemon use this tree."""
-        roots = {"sysfs": "sys", "dev": "dev", "proc": "proc"}
-        return [f"--{name}-root={self.root / path}" for name, path in roots.items()]
+        return [f"--root={self.root}"]
 
     # Cards
 

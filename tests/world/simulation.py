@@ -64,14 +64,11 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
     No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
     plays does not keep up with such polls.
     """
-    root = str(node.root)
     health = {"heartbeat_misses": NEVER, **others.pop("health", {})}
     sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
         device_plugin_dir=str(directory),
-        sysfs_root=f"{root}/sys",
-        dev_root=f"{root}/dev",
-        proc_root=f"{root}/proc",
+        root=str(node.root),
         health=ttdp.HealthSettings(interval=others.pop("interval", 0.25), **health),
         **{**outlets(directory.parent), "sharing": sharing, **others},
     )

@@ -70,7 +70,9 @@ def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, st
                 assert not text.endswith("\n\n") and (not text or text.endswith("\n")), name
                 tree[name] = text.removesuffix("\n")
 
-    not_captured = re.compile(r"/dev/tenstorrent/(\d+$|by-pci)|/(sys/module|proc/sys)/|.*/module$")
+    not_captured = re.compile(
+        r"/dev/tenstorrent/(\d+$|by-pci)|/(sys/module|proc/sys|run)/|.*/module$"
+    )
     return {
         path: value
         for path, value in tree.items()
