@@ -39,24 +39,21 @@ import logging
 import os
 import queue
 import re
-import shlex
 import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
-import termios
 import textwrap
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from asyncio import StreamReader, StreamWriter
+from collections import Counter, defaultdict
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
-    Container,
     Coroutine,
     Iterable,
     Iterator,
@@ -66,7 +63,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain, combinations, count
 from math import inf
 from operator import add
@@ -80,7 +77,6 @@ from google.protobuf.message import DecodeError
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc as rpc
-from generated import podresources_pb2
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -157,9 +153,7 @@ class HealthSettings:
     """Table [health]."""
 
     interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
-    temperature_limit: Any = None  # °C; "card": the chip's own; None: no limit
-    heartbeat_misses: int = 2
-    trip_holdoff: float = 300.0
+    temperature_limit: float | None = None  # °C; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +163,7 @@ class SharedResource:
     name: str
     replicas: int
     rename: str | None = None
-    devices: str | int | tuple[str, ...] = "all"
-
-    @property
-    def named_devices(self) -> frozenset[str]:
-        """Return the devices that it selects one by one."""
-        return frozenset(self.devices if isinstance(self.devices, tuple) else ())
+    devices: tuple[str, ...] = ()  # empty: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +206,6 @@ class Settings:
     cdi_dir: str = "/var/run/cdi"
     labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
     metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
-    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
     fail_on_init_error: bool = False
     log_level: str = "info"
     hugepages: str = "private"
@@ -238,6 +226,16 @@ class Settings:
     @property
     def dev(self) -> str:
         return f"{self.root.rstrip('/')}/dev"
+
+    @property
+    def udev_control(self) -> str:
+        """Return the path that exists while udevd runs."""
+        return f"{self.root.rstrip('/')}/run/udev/control"
+
+    @property
+    def pod_logs(self) -> str:
+        """Return the directory that has one for each pod, named after it."""
+        return f"{self.root.rstrip('/')}/var/log/pods"
 
     @property
     def proc(self) -> str:
@@ -339,18 +337,7 @@ def _is_address(value: Any) -> bool:
     return _is_text(value, r"[0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 
 
-def _is_selection(value: Any) -> bool:
-    """Return whether a value selects devices: "all", a count, or a list of their names."""
-    if isinstance(value, list):
-        return value != [] and all(type(each) in (str, int) for each in value)
-    return value == "all" or _is_number(value, 1, inf, int)
-
-
 def _to_selection(value: Any) -> Any:
-    """Return a selection as settings have it: PCI addresses in lower case, as sysfs has them."""
-    if not isinstance(value, list):
-        return value
-    # A board's ID stays as its firmware has it.
     return tuple(text.lower() if ":" in text else text for text in map(str, value))
 
 
@@ -409,11 +396,6 @@ KEYS = {
         "directory of feature files for node-feature-discovery; empty for none"
     ),
     "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
-    "pod_resources_socket": _path(
-        "socket of the kubelet's pod resources API, the source of pod names",
-        f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
-        SOCKET_PATH_MAX,
-    ),
     "fail_on_init_error": _switch(
         "exit with status 1 if the driver or all devices are missing at start"
     ),
@@ -433,24 +415,13 @@ KEYS = {
     # [health]
     "interval": Key(
         "seconds between two polls of each chip",
-        "a number of seconds from 0.1 to 3600",
-        lambda value: _is_number(value, 0.1, 3600, int, float),
+        "a number of seconds from 0.5 to 3600",
+        lambda value: _is_number(value, 0.5, 3600, int, float),
     ),
     "temperature_limit": Key(
-        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
-        "not set: high temperature is not a fault",
-        'a number of °C from 1 to 200, or "card"',
-        lambda value: value == "card" or _is_number(value, 1, 200, int, float),
-    ),
-    "heartbeat_misses": Key(
-        "consecutive polls without a heartbeat after which a chip counts as stalled",
-        "a whole number from 1 to 1000000",
-        lambda value: _is_number(value, 1, 1_000_000, int),
-    ),
-    "trip_holdoff": Key(
-        "seconds for which a chip stays unhealthy after a thermal trip",
-        "a number of seconds from 0 to 1000000000",
-        lambda value: _is_number(value, 0, 1_000_000_000, int, float),
+        "°C at which a chip counts as too hot; not set: high temperature is not a fault",
+        "a number of °C from 1 to 200",
+        lambda value: _is_number(value, 1, 200, int, float),
     ),
     # [sharing]
     "rename_by_default": _switch("append .shared to names of shared resources"),
@@ -473,7 +444,7 @@ KEYS = {
         "devices to share; the others stay exclusive",
         '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
         'trays (with unit = "board")',
-        _is_selection,
+        lambda value: isinstance(value, list) and value != [],
         _to_selection,
     ),
     # [[mounts]]
@@ -678,7 +649,7 @@ def _sharing_conflict(
     shared = sharing.shared_name(entry)
     if len(shared) > 63:
         return f"{shared} exceeds 63 characters, the limit for resource names"
-    if entry.devices != "all" and shared == entry.name:
+    if entry.devices and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
 
     # The names that resource_name() generates for known cards, also for those of other nodes.
@@ -691,9 +662,9 @@ def _sharing_conflict(
             return f"two entries have the name {shared}; choose a different rename for one of them"
         if other.name != entry.name:
             continue
-        if "all" in (entry.devices, other.devices):
+        if not entry.devices or not other.devices:
             return "selected by two tables; one without devices selects all"
-        if duplicates := sorted(entry.named_devices & other.named_devices):
+        if duplicates := sorted({*entry.devices} & {*other.devices}):
             return f"{abbreviate(duplicates)} is selected twice"
     return None
 
@@ -733,21 +704,18 @@ MEMORY = {
 }
 MEMORY_BY_SUBSYSTEM = {0x202: 28672}
 
-# Each register of a chip that does not respond reads as ones; the driver converts them like any
-# value. Its results are called DEAD_… below.
-ALL_ONES = 0xFFFFFFFF
-
 # errno values that mean absence (ELOOP: a link to itself). OWN_ERRORS are the daemon's, not the
 # chip's.
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ELOOP)
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 HUGETLBFS = ("hugepages-1G", "hugepages")  # in /dev
-BDF = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-# Device, inode, mtime and size: inodes are reused, and kernels before 6.13 give all files that are
-# written in one tick of 1 to 10 ms the same mtime.
-FileStamp = tuple[int, int, int, int]
+ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+PIDS_MAX = 2**18  # bytes of a list of process IDs
+PROCESSES_MAX = 1000  # that are shown of a chip
+
 Result = TypeVar("Result")
+ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
 
 
 class PciFunction(NamedTuple):
@@ -758,7 +726,7 @@ class PciFunction(NamedTuple):
     removed.
     """
 
-    bdf: str  # PCI address "0000:03:00.0", the identity that survives resets and renumbering
+    address: str  # "0000:03:00.0", the identity that survives resets and renumbering
     arch: str | None = None  # None: not known, or not supported
     subsystem: int = 0  # PCI subsystem ID
     numa_node: int | None = None  # None: the platform does not say
@@ -766,88 +734,27 @@ class PciFunction(NamedTuple):
     on_bus: bool = True  # False: it was, or a hold has it, but it is not there now
     driver: str | None = None  # None: no driver is bound
     driver_is_loaded: bool = True  # the driver `tenstorrent`, bound or not
-    ordinal: int | None = None  # N of /dev/tenstorrent/N; None without a class device
+    number: int | None = None  # N of /dev/tenstorrent/N; None without a class device
     path: str = ""  # of the device file on the host
     file_fault: str | None = None  # why the device file cannot be used
 
     @property
     def class_device(self) -> str:
         """Return the sysfs directory that has the tt_* attributes."""
-        return f"{self.directory}/{DRIVER}/{DRIVER}!{self.ordinal}"
-
-    def is_same_model(self, other: PciFunction) -> bool:
-        return (self.arch, self.subsystem) == (other.arch, other.subsystem)
+        return f"{self.directory}/{DRIVER}/{DRIVER}!{self.number}"
 
     def without_class_device(self, driver: str | None = None) -> PciFunction:
         """Return the function with this driver, but without number and path of a device file."""
-        return self._replace(driver=driver, ordinal=None, path="", file_fault=None)
+        return self._replace(driver=driver, number=None, path="", file_fault=None)
 
 
 # The functions on the PCI bus, by address; None for one of another vendor.
 Bus = dict[str, PciFunction | None]
 
 
-class Identity(NamedTuple):
-    """Values from a chip's firmware; None: not reported."""
-
-    card: str | None = None  # exact card type, "p150a"
-    serial: str | None = None  # the board's, 16 hex digits
-    asic_id: str | None = None  # the chip's own, 16 hex digits
-    firmware: str | None = None  # version of the bundle, "19.4.0.0"
-
-    def contradicts(self, other: Identity) -> bool:
-        """Return whether it is another chip's, as an update of the firmware cannot change it."""
-        pairs = zip(self[:3], other[:3], strict=True)  # card, serial, asic_id
-        return any(ours and theirs and ours != theirs for ours, theirs in pairs)
-
-
-class ReadError(NamedTuple):
-    """A telemetry attribute that could not be read."""
-
-    attribute: str
-    number: int  # errno
-
-
-class Telemetry(NamedTuple):
-    """Firmware telemetry of a chip; None: not offered, or all ones."""
-
-    identity: Identity = Identity()
-    heartbeat: int | None = None  # changes while the firmware runs
-    temperature: float | None = None  # °C
-    throttles_at: float | None = None  # °C, hwmon's temp1_max
-    trips: int | None = None  # thermal trips (Blackhole only)
-    all_ones: bool = False  # every register reads as ones
-    error: ReadError | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the firmware reports nothing: it is late, or was dead at the probe."""
-        return self == Telemetry()
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether nothing could be read, so that all other values are unknown."""
-        return self.all_ones or self.error is not None
-
-
-ProcessRow = dict[str, object]  # "pid", "command", "of_pod"
-
-
-class Reading(NamedTuple):
-    """The attributes of a chip, all read at one moment."""
-
-    function: PciFunction
-    telemetry: Telemetry
-    at: float  # seconds of the monotonic clock
-    is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
-    sensors: Mapping[str, float] | None = None  # None: neither sensors nor processes were read
-    processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
-
-
-@lru_cache(maxsize=1024)
-def address_numbers(bdf: str) -> tuple[int, ...]:
+def address_numbers(address: str) -> tuple[int, ...]:
     """Return domain, bus, device and function of a PCI address: chips are sorted by them."""
-    return tuple(int(part, 16) for part in re.split("[:.]", bdf))
+    return tuple(int(part, 16) for part in re.split("[:.]", address))
 
 
 def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
@@ -860,14 +767,6 @@ def if_exists(call: Callable[[str], Result], path: str) -> Result | None:
         raise
 
 
-def file_stamp(path: str) -> FileStamp | None:
-    """Return a value that changes when the file is replaced; None if it does not exist."""
-    status = if_exists(os.stat, path)
-    if status is None:
-        return None
-    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-
-
 def names_in(directory: str) -> list[str]:
     """Return the names in a directory, none if it does not exist; raises OSError."""
     return if_exists(os.listdir, directory) or []
@@ -878,9 +777,6 @@ def read_attribute(path: str) -> str:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, 4096).decode("ascii", "replace").strip()
-    except OSError as error:
-        error.filename = path
-        raise
     finally:
         os.close(descriptor)
 
@@ -900,23 +796,14 @@ def read_others_file(path: str, max_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
     with open(descriptor, "rb", 0) as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-
-        if status.st_size > max_bytes:
-            raise ValueError(f"larger than {max_bytes} bytes")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise ValueError(f"not a regular file of at most {max_bytes} bytes")
         return file.read(max_bytes)
 
 
 def to_integer(text: str | None) -> int | None:
     """Return a decimal number of at most 20 digits; None for any other text."""
     return int(text) if text and re.fullmatch("-?[0-9]{1,20}", text) else None
-
-
-def to_natural(text: str | None, *, less_than: int) -> int | None:
-    """Return a number from 0 up to, but not including, `less_than`; None for any other text."""
-    number = to_integer(text)
-    return number if number is not None and 0 <= number < less_than else None
 
 
 def driver_version(settings: Settings) -> str | None:
@@ -931,13 +818,9 @@ def driver_version(settings: Settings) -> str | None:
     return printable(if_exists(read_attribute, f"{module}/version") or "unknown")
 
 
-def driver_can_bind(function: PciFunction) -> bool:
-    """Return whether the driver is, or could be, bound to a function."""
-    if not function.on_bus:
-        return False
-    if function.driver:
-        return function.driver == DRIVER
-    return driver_override(function) in (None, DRIVER)
+def pci_directory(settings: Settings, address: str = "") -> str:
+    """Return the sysfs directory of a PCI function, or that of all functions."""
+    return f"{settings.sys}/bus/pci/devices/{address}"
 
 
 def driver_override(function: PciFunction) -> str | None:
@@ -949,17 +832,12 @@ def driver_override(function: PciFunction) -> str | None:
     return None if text in (None, "", "(null)") else text
 
 
-def pci_directory(settings: Settings, bdf: str = "") -> str:
-    """Return the sysfs directory of a PCI function, or that of all functions."""
-    return f"{settings.sys}/bus/pci/devices/{bdf}"
-
-
 def scan(settings: Settings, last: Bus, *, driver_is_loaded: bool) -> Bus:
     """Return the functions on the PCI bus. `last`: the last result; IDs are read only once."""
     found: Bus = {}
-    for bdf in filter(BDF.fullmatch, names_in(pci_directory(settings))):
+    for address in filter(ADDRESS.fullmatch, names_in(pci_directory(settings))):
         try:
-            function = last[bdf] if bdf in last else _read_pci_ids(settings, bdf)
+            function = last[address] if address in last else _read_pci_ids(settings, address)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
@@ -968,22 +846,22 @@ def scan(settings: Settings, last: Bus, *, driver_is_loaded: bool) -> Bus:
         if function and function.arch:
             function = function._replace(driver_is_loaded=driver_is_loaded)
             function = _with_present_state(settings, function)
-        found[bdf] = function
+        found[address] = function
     return found
 
 
-def _read_pci_ids(settings: Settings, bdf: str) -> PciFunction | None:
+def _read_pci_ids(settings: Settings, address: str) -> PciFunction | None:
     """Return a function by its IDs, which never change; None for another vendor's.
 
     Raises OSError: while a function appears, its directory is there before its attributes.
     """
-    directory = pci_directory(settings, bdf)
+    directory = pci_directory(settings, address)
     if _pci_id(f"{directory}/vendor") != VENDOR:
         return None
 
     arch = ARCHES.get(_pci_id(f"{directory}/device"))
     subsystem = _pci_id(f"{directory}/subsystem_device")
-    return PciFunction(bdf, arch, subsystem, directory=directory)
+    return PciFunction(address, arch, subsystem, directory=directory)
 
 
 def _pci_id(path: str) -> int:
@@ -994,17 +872,17 @@ def _pci_id(path: str) -> int:
 
 def _with_present_state(settings: Settings, function: PciFunction) -> PciFunction:
     """Return a function with its present NUMA node, driver and device file."""
-    text = if_exists(read_attribute, f"{function.directory}/numa_node")
+    node = to_integer(if_exists(read_attribute, f"{function.directory}/numa_node"))
     # sysfs has -1 on a platform that does not say.
-    function = function._replace(numa_node=to_natural(text, less_than=ALL_ONES))
+    function = function._replace(numa_node=node if node is not None and node >= 0 else None)
 
     # The class device is looked for below the PCI function. In /sys/class its name could lead to
     # another chip already, as numbers are reused.
     for name in names_in(f"{function.directory}/{DRIVER}"):
-        ordinal = to_integer(name.removeprefix(f"{DRIVER}!"))
-        if ordinal is not None:
-            path = f"{settings.dev}/{DRIVER}/{ordinal}"
-            present = function._replace(driver=DRIVER, ordinal=ordinal, path=path)
+        number = to_integer(name.removeprefix(f"{DRIVER}!"))
+        if number is not None:
+            path = f"{settings.dev}/{DRIVER}/{number}"
+            present = function._replace(driver=DRIVER, number=number, path=path)
             return present._replace(file_fault=file_fault_now(present))
 
     driver = if_exists(os.readlink, f"{function.directory}/driver")
@@ -1023,17 +901,12 @@ def file_fault_now(function: PciFunction) -> str | None:
 
     status = if_exists(os.stat, path)
     if status is None:
-        is_link = os.path.lexists(path)
-        return f"{path} is a link to nothing" if is_link else f"{path} does not exist"
+        return f"{path} does not exist"
     if not stat.S_ISCHR(status.st_mode):
         return f"{path} is not a character device"
 
     found = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
     return None if found == expected else f"{path} is device {found}, but sysfs has {expected}"
-
-
-PIDS_MAX = 2**18  # bytes of a list of process IDs
-PROCESSES_MAX = 1000  # that are shown of a chip
 
 
 def processes_on(settings: Settings, function: PciFunction) -> list[ProcessRow] | None:
@@ -1044,7 +917,7 @@ def processes_on(settings: Settings, function: PciFunction) -> list[ProcessRow] 
     """
     proc = settings.proc
     try:
-        with open(f"{proc}/driver/{DRIVER}/{function.ordinal}/pids", "rb") as file:
+        with open(f"{proc}/driver/{DRIVER}/{function.number}/pids", "rb") as file:
             lines = file.readlines(PIDS_MAX)
     except OSError:
         return None
@@ -1067,40 +940,49 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
     Runtimes resolve the link each time that they create a container (containerd 1.6 and 2.1,
     CRI-O 1.35), so a path that the kubelet has stored is right after a renumbering, too.
     """
-    link = f"{settings.dev}/{DRIVER}/by-pci/{function.bdf}"
+    link = f"{settings.dev}/{DRIVER}/by-pci/{function.address}"
     with suppress(OSError):
-        if os.readlink(link) in (f"../{function.ordinal}", function.path):
+        if os.readlink(link) in (f"../{function.number}", function.path):
             return link
     return None
 
 
-def expects_links(settings: Settings) -> bool:
-    """Return whether udev makes links, by the package's rule. In a container (LXC) none runs."""
-    return exists(f"{settings.root.rstrip('/')}/run/udev/control")
-
-
 def hugetlbfs_mounts(settings: Settings) -> list[Mount]:
-    """Return the hugetlbfs directories of the host, as containers would have them."""
+    """Return the hugetlbfs directories of the host, as containers would have them.
+
+    A configured mount replaces the one that has its path.
+    """
+    taken = {mount.container for mount in settings.mounts}
     mounts = [Mount(f"{settings.dev}/{name}", f"/dev/{name}") for name in HUGETLBFS]
-    return [mount for mount in mounts if exists(mount.host)]
+    return [each for each in mounts if each.container not in taken and exists(each.host)]
 
 
-def with_configured_mounts(settings: Settings, hugepages: Iterable[Mount]) -> Mounts:
-    """Return the configured mounts, and hugepages at the paths that those leave free."""
-    targets = {mount.container for mount in settings.mounts}
-    others = [mount for mount in hugepages if mount.container not in targets]
-    return (*settings.mounts, *others)
-
-
-def host_mounts(settings: Settings) -> Mounts:
+def host_mounts(settings: Settings) -> list[Mount]:
     """Return the configured mounts, and the host's hugepages unless containers get none.
 
     The CDI file has these, also if hugepages are private: the daemon could not clean up after
     podman's containers.
     """
     hugepages = [] if settings.hugepages == "none" else hugetlbfs_mounts(settings)
-    return with_configured_mounts(settings, hugepages)
+    return [*settings.mounts, *hugepages]
 
+
+# ==== HEALTH: what a chip's attributes show, and what is wrong with it ============================
+
+HYSTERESIS = 5.0  # °C by which a hot chip must cool down
+MISSES = 2  # polls in a row without a change of the heartbeat
+TRIP_HOLDOFF = 300.0  # seconds
+FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after which a chip counts as silent
+READ_TIMEOUT = 5.0  # seconds; the driver can block for ten, and on a starved host 2 s were too few
+
+# A register that reads as ones; the driver converts it like any value. Of the attributes, the first
+# that exists decides: drivers before 2.7 have no heartbeat.
+ALL_ONES = {
+    "tt_heartbeat": str(2**32 - 1),
+    "tt_serial": "F" * 16,
+    "tt_asic_id": "F" * 16,
+}
+IMPOSSIBLE_TEMPERATURE = 1_000_000  # m°C; -0.5 °C reads as 65535500, without a sign (tt-kmd)
 
 # The attributes that are telemetry: those of the class device, and those of hwmon.
 TT_ATTRIBUTES = (
@@ -1118,18 +1000,147 @@ UNKNOWN_CARD = "unknown"  # as the driver calls a board whose code it does not k
 HEX_ID = re.compile("[0-9A-F]{16}")
 VERSION = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){1,4}")
 
-# m°C, which no chip reaches. The firmware's number has a sign, and the driver reads it without one
-# (tt-kmd's telemetry.c, hwmon.c): -0.5 °C is 65535500.
-IMPOSSIBLE_TEMPERATURE = 1_000_000
 
-# The texts of a chip that does not respond. Its card type is not one: a living chip can have an
-# unknown one, and drivers before 2.2 show PCI's of a dead Blackhole.
-DEAD_TEXTS = {
-    "tt_heartbeat": [str(ALL_ONES)],
-    "tt_serial": ["F" * 16],
-    "tt_asic_id": ["F" * 16],
-    "temp1_input": ["65535999", "4095937"],  # of 32 bits; of a Wormhole's 16 bits before 2.9
-}
+class Kind(Enum):
+    """The kinds of faults. Each change of it is logged."""
+
+    GONE = "gone"  # not on the PCI bus
+    NO_DRIVER = "no_driver"
+    DEVICE_FILE = "node"  # a device file is a device node to Unix
+    RESETTING = "resetting"
+    NO_RESPONSE = "no_response"
+    BLOCKED = "blocked"
+    READ_ERROR = "read_error"
+    STALLED = "stalled"
+    HOT = "hot"
+    TRIPPED = "tripped"
+    SILENT = "silent"  # no telemetry
+
+
+class Fault(NamedTuple):
+    """Why a chip is unhealthy."""
+
+    kind: Kind
+    text: str
+
+
+class Problem(NamedTuple):
+    """Something that is not right. As a text: PROBLEM; run: COMMAND."""
+
+    subject: str  # a chip's address, a resource, or what else it is about
+    text: str
+    command: str = ""  # that helps; empty: there is nothing to run
+    kind: str = ""  # of a chip's or device's; empty: of the node
+    level: str = "warn"  # or "FAIL": it keeps pods from chips
+
+    def __str__(self) -> str:
+        return f"{self.text}; run: {self.command}" if self.command else self.text
+
+
+SILENT = Fault(Kind.SILENT, "firmware reports no telemetry")
+BLOCKED = Fault(Kind.BLOCKED, "telemetry read timed out (the driver may be waiting for a reset)")
+
+
+class Identity(NamedTuple):
+    """Values from a chip's firmware; None: not reported."""
+
+    card: str | None = None  # exact card type, "p150a"
+    serial: str | None = None  # the board's, 16 hex digits
+    asic_id: str | None = None  # the chip's own, 16 hex digits
+    firmware: str | None = None  # version of the bundle, "19.4.0.0"
+
+
+class Reading(NamedTuple):
+    """A chip's attributes, all read at one moment; None: not offered, or impossible."""
+
+    function: PciFunction
+    at: float  # seconds of the monotonic clock
+    is_poll: bool = True  # False: read after an event, too early to count an equal heartbeat
+    fault: Fault | None = None  # why nothing could be read; all other values are unknown then
+    identity: Identity = Identity()
+    heartbeat: int | None = None  # changes while the firmware runs
+    temperature: float | None = None  # °C
+    throttles_at: float | None = None  # °C, hwmon's temp1_max
+    trips: int | None = None  # thermal trips (Blackhole only)
+    sensors: Mapping[str, float] = {}  # by attribute, in the metrics' units
+    processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether the firmware reports nothing: it is late, or was dead at the probe."""
+        values = (self.fault, self.heartbeat, self.temperature, self.throttles_at, self.trips)
+        return self.identity == Identity() and set(values) == {None}
+
+
+def read_chip(settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading | None:
+    """Read a present chip; None if it is being removed, as the next scan will show.
+
+    Can block for ten seconds. Raises OSError for OWN_ERRORS only.
+    """
+    sensors = read_sensors(function)
+    processes = processes_on(settings, function)
+
+    # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
+    texts, error = _read_telemetry(function)
+    if not isdir(function.class_device):
+        return None
+
+    reading = Reading(function, monotonic(), is_poll, error or fault_of(texts))
+    if reading.fault:
+        return reading
+    return with_telemetry(reading, texts)._replace(sensors=sensors, processes=processes)
+
+
+def _read_telemetry(function: PciFunction) -> tuple[dict[str, str], Fault | None]:
+    """Return the texts of the attributes that the firmware reports, and why they are not all."""
+    paths = {name: f"{function.class_device}/{name}" for name in TT_ATTRIBUTES}
+    if hwmon := hwmon_directory(function):
+        paths |= {name: f"{hwmon}/{name}" for name in HWMON_ATTRIBUTES}
+
+    texts = {}
+    for name, path in paths.items():
+        try:
+            texts[name] = read_attribute(path)
+        except OSError as error:
+            if error.errno in OWN_ERRORS:
+                raise
+            # During a reset every attribute answers ENODATA. After one into firmware that reports
+            # fewer tags, only the attributes of the lost tags do, and the heartbeat goes on.
+            if error.errno == errno.ENODATA and name == "tt_heartbeat":
+                return {}, Fault(Kind.RESETTING, "resetting (no telemetry)")
+            if error.errno not in (*ABSENT, errno.ENODATA):
+                text = f"telemetry cannot be read: {name}: {error.strerror}"
+                return {}, Fault(Kind.READ_ERROR, text)
+    return texts, None
+
+
+def fault_of(texts: Mapping[str, str]) -> Fault | None:
+    """Return the fault of a chip whose registers read as ones.
+
+    Its card type is no sign: a living chip can have an unknown one, and drivers before 2.2 show
+    PCI's of a dead Blackhole.
+    """
+    for name, dead in ALL_ONES.items():
+        if name in texts:
+            text = "chip does not respond (registers read as ones)"
+            return Fault(Kind.NO_RESPONSE, text) if texts[name] == dead else None
+    return None
+
+
+def with_telemetry(reading: Reading, texts: Mapping[str, str]) -> Reading:
+    """Return a reading with the values in these texts, by attribute."""
+    return reading._replace(
+        identity=Identity(
+            card=to_card_type(texts.get("tt_card_type", "")),
+            serial=to_hex_id(texts.get("tt_serial", "")),
+            asic_id=to_hex_id(texts.get("tt_asic_id", "")),
+            firmware=to_version(texts.get("tt_fw_bundle_ver", "")),
+        ),
+        heartbeat=to_integer(texts.get("tt_heartbeat")),
+        temperature=to_celsius(texts.get("temp1_input", "")),
+        throttles_at=to_celsius(texts.get("temp1_max", "")),
+        trips=to_integer(texts.get("tt_therm_trip_count")),
+    )
 
 
 def to_card_type(text: str) -> str | None:
@@ -1155,79 +1166,8 @@ def to_version(text: str) -> str | None:
 
 def to_celsius(text: str) -> float | None:
     """Return a temperature above zero; None for any other text, as for a limit of 0."""
-    millidegrees = to_natural(text, less_than=IMPOSSIBLE_TEMPERATURE)
-    return millidegrees / 1000 if millidegrees else None
-
-
-def parse_telemetry(texts: Mapping[str, str]) -> Telemetry:
-    """Return the telemetry in these texts, by attribute."""
-    names = texts.keys() & DEAD_TEXTS.keys()
-    if names and all(texts[name] in DEAD_TEXTS[name] for name in names):
-        return Telemetry(all_ones=True)
-
-    return Telemetry(
-        identity=Identity(
-            card=to_card_type(texts.get("tt_card_type", "")),
-            serial=to_hex_id(texts.get("tt_serial", "")),
-            asic_id=to_hex_id(texts.get("tt_asic_id", "")),
-            firmware=to_version(texts.get("tt_fw_bundle_ver", "")),
-        ),
-        # Also if it is all ones: as that does not change, the chip counts as stalled.
-        heartbeat=to_integer(texts.get("tt_heartbeat")),
-        temperature=to_celsius(texts.get("temp1_input", "")),
-        throttles_at=to_celsius(texts.get("temp1_max", "")),
-        trips=to_natural(texts.get("tt_therm_trip_count"), less_than=ALL_ONES),
-    )
-
-
-def read_telemetry(function: PciFunction) -> Telemetry:
-    """Read a chip's telemetry; raises OSError for OWN_ERRORS only. Can block for ten seconds."""
-    try:
-        texts = _read_attributes(function)
-    except OSError as error:
-        if error.errno in OWN_ERRORS:
-            raise
-        attribute = basename(error.filename or function.class_device)
-        return Telemetry(error=ReadError(attribute, error.errno or 0))
-
-    return parse_telemetry(texts) if texts else _without_attributes(function)
-
-
-def _read_attributes(function: PciFunction) -> dict[str, str]:
-    """Return the texts of the attributes that the firmware reports.
-
-    Raises OSError: ENODATA while the chip is reset, or any other error of an attribute.
-    """
-    paths = {name: f"{function.class_device}/{name}" for name in TT_ATTRIBUTES}
-    if hwmon := hwmon_directory(function):
-        paths |= {name: f"{hwmon}/{name}" for name in HWMON_ATTRIBUTES}
-
-    texts = {}
-    for name, path in paths.items():
-        try:
-            texts[name] = read_attribute(path)
-        except OSError as error:
-            was_never_reported = error.errno in (errno.ENOENT, errno.ENOTDIR)
-            # During a reset every attribute answers ENODATA. After one into firmware that reports
-            # fewer tags, only the attributes of the lost tags do, and the heartbeat goes on.
-            was_lost = error.errno == errno.ENODATA and name != "tt_heartbeat"
-            if not (was_never_reported or was_lost):
-                raise
-    return texts
-
-
-def _without_attributes(function: PciFunction) -> Telemetry:
-    """Return the telemetry of a chip that has no attributes.
-
-    The device has just been removed, or its firmware is silent: it is late, or the chip was dead
-    when the driver was bound. Then PCI's own registers read as ones.
-    """
-    if not isdir(function.class_device):
-        return Telemetry(error=ReadError(basename(function.class_device), errno.ENODEV))
-
-    with suppress(OSError), open(f"{function.directory}/config", "rb", 0) as config:
-        return Telemetry(all_ones=config.read(4) == b"\xff" * 4)
-    return Telemetry()
+    millidegrees = to_integer(text) or 0
+    return millidegrees / 1000 if 0 < millidegrees < IMPOSSIBLE_TEMPERATURE else None
 
 
 def hwmon_directory(function: PciFunction) -> str | None:
@@ -1237,22 +1177,19 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
-# The least number that hwmon shows for a register of all ones: that of power, which the driver
-# converts from W to µW in 32 bits. With the smaller factors of other units the number is larger.
-DEAD_VALUE = ALL_ONES * 10**6 % 2**32
-DEAD_VOLTAGE = 65535  # mV, of in0_max
-DEAD_LINK_WIDTH = 63  # lanes, in a field of 6 bits
+def _number(text: str) -> float | None:
+    number = to_integer(text)
+    return float(number) if number is not None and number >= 0 else None
 
 
-def _scaled(text: str, factor: float = 1, dead: int = DEAD_VALUE) -> float | None:
-    """Return a number times `factor`; None for other texts, and for numbers from `dead` on."""
-    number = to_natural(text, less_than=dead)
-    return None if number is None else number * factor
+def _watts(text: str) -> float | None:
+    number = _number(text)  # µW
+    return None if number is None else number / 1e6
 
 
-def _lanes(text: str) -> float | None:
-    """Return the width of a link; None if it is unknown, which is 0 in the register."""
-    return _scaled(text, dead=DEAD_LINK_WIDTH) or None
+def _hertz(text: str) -> float | None:
+    number = _number(text)  # MHz
+    return None if number is None else number * 1e6
 
 
 def _transfers(text: str) -> float | None:
@@ -1267,13 +1204,6 @@ def _total_errors(text: str) -> float | None:
     return float(match[1]) if match else None
 
 
-# hwmon has µW, mA, mV and rpm, tt_* has MHz (tt-kmd's telemetry.c).
-_micro = partial(_scaled, factor=1e-6)
-_milli = partial(_scaled, factor=1e-3)
-_mega = partial(_scaled, factor=1e6)
-_volts = partial(_milli, dead=DEAD_VOLTAGE)
-
-
 class Sensor(NamedTuple):
     """A value that only metrics have."""
 
@@ -1286,26 +1216,19 @@ class Sensor(NamedTuple):
 
 
 _CLOCK = "Clock frequency in hertz."
-_WIDTH_HELP = "PCIe link width in lanes."
 _SPEED = "pcie_link_transfers_per_second"
-_SPEED_HELP = "PCIe link speed in transfers per second."
 _ERRORS = "pcie_errors_total"
 _ERRORS_HELP = "PCIe errors reported by AER, by severity."
 SENSORS = (
-    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the chip in watts.", _micro),
-    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _micro),
-    Sensor("hwmon", "curr1_input", "current_amperes", "Core current in amperes.", _milli),
-    Sensor("hwmon", "curr1_max", "current_limit_amperes", "Core current limit in amperes.", _milli),
-    Sensor("hwmon", "in0_input", "voltage_volts", "Core voltage in volts.", _volts),
-    Sensor("hwmon", "in0_max", "voltage_limit_volts", "Core voltage limit in volts.", _volts),
-    Sensor("hwmon", "fan1_input", "fan_rpm", "Fan speed in revolutions per minute.", _scaled),
-    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _mega, {"clock": "aiclk"}),
-    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _mega, {"clock": "axiclk"}),
-    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _mega, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", f"Current {_WIDTH_HELP}", _lanes),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", f"Maximum {_WIDTH_HELP}", _lanes),
-    Sensor("pci", "current_link_speed", _SPEED, f"Current {_SPEED_HELP}", _transfers),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", f"Maximum {_SPEED_HELP}", _transfers),
+    Sensor("hwmon", "power1_input", "power_watts", "Power draw of the chip in watts.", _watts),
+    Sensor("hwmon", "power1_max", "power_limit_watts", "Power limit in watts.", _watts),
+    Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "aiclk"}),
+    Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "axiclk"}),
+    Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _hertz, {"clock": "arcclk"}),
+    Sensor("pci", "current_link_width", "pcie_link_width", "PCIe lanes in use.", _number),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "PCIe lanes of the card.", _number),
+    Sensor("pci", "current_link_speed", _SPEED, "PCIe transfers per second.", _transfers),
+    Sensor("pci", "max_link_speed", f"{_SPEED}_max", "The same at full speed.", _transfers),
     *(
         Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
         for each in ("correctable", "nonfatal", "fatal")
@@ -1314,7 +1237,7 @@ SENSORS = (
 
 
 def read_sensors(function: PciFunction) -> dict[str, float]:
-    """Return the sensors' values by attribute, in the metric's unit. Can block for ten seconds."""
+    """Return the sensors' values by attribute. Can block for ten seconds."""
     hwmon = None
     with suppress(OSError):
         hwmon = hwmon_directory(function)
@@ -1336,72 +1259,6 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
     return values
 
 
-def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None) -> Reading:
-    """Read a present chip's telemetry; with settings, also its sensors, and who has it open.
-
-    Raises OSError for OWN_ERRORS only. Can block for ten seconds.
-    """
-    sensors = processes = None
-    if settings:
-        sensors = read_sensors(function)
-        processes = processes_on(settings, function)
-
-    # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
-    telemetry = read_telemetry(function)
-    return Reading(function, telemetry, monotonic(), is_poll, sensors, processes)
-
-
-# ==== HEALTH: per chip, with a reason. Pure =======================================================
-
-HYSTERESIS = 5.0  # °C by which a hot chip must cool down
-READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
-FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after which a chip counts as silent
-
-
-class Kind(Enum):
-    """The kinds of faults. Each change of it is logged."""
-
-    GONE = "gone"  # not on the PCI bus
-    NO_DRIVER = "no_driver"
-    DEVICE_FILE = "node"  # a device file is a device node to Unix
-    RESETTING = "resetting"
-    NO_RESPONSE = "no_response"
-    BLOCKED = "blocked"
-    READ_ERROR = "read_error"
-    STALLED = "stalled"
-    HOT = "hot"
-    TRIPPED = "tripped"
-    SILENT = "silent"  # no telemetry
-
-
-NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
-WAITING = "waiting for firmware telemetry"  # text of a chip's fault after ChipState.vanish()
-
-
-class Fault(NamedTuple):
-    """Why a chip is unhealthy."""
-
-    kind: Kind
-    text: str
-
-
-class Reason(NamedTuple):
-    """A problem, and the command that helps. As a text: PROBLEM; run: COMMAND."""
-
-    problem: str
-    command: str = ""  # empty: there is nothing to run
-
-    def __str__(self) -> str:
-        return f"{self.problem}; run: {self.command}" if self.command else self.problem
-
-
-LOAD_DRIVER = "modprobe tenstorrent"
-
-
-def fix_command(bdf: str) -> str:
-    return f"tt-device-plugin fix {bdf}"
-
-
 class Vitals(NamedTuple):
     """Values of a chip on which its health depends, after each of its readings.
 
@@ -1410,149 +1267,109 @@ class Vitals(NamedTuple):
 
     heartbeat: int | None = None  # at the last poll
     misses: int = 0  # polls in a row without a change of it
-    limit_reached: float | None = None  # °C, the administrator's; None: it is not too hot
-    is_throttling: bool = False  # at its own limit, which is not a fault
+    is_hot: bool = False
     trips: int | None = None
-    tripped_at: float | None = None  # when trips last rose
-    had_telemetry: bool = False  # at any time since boot
-    empty_since: float | None = None  # since when there is none, also if there never was any
+    tripped_at: float = -inf  # when trips last rose
+    silent_since: float | None = None  # when telemetry was first missing; None: it is not
 
-    def after(self, reading: Reading, settings: HealthSettings) -> Vitals:
-        """Return the vitals after a reading."""
-        telemetry = reading.telemetry
-        if telemetry.has_failed:
+    def after(self, reading: Reading, limit: float | None) -> Vitals:
+        """Return the vitals after a reading. `limit`: °C, see HealthSettings."""
+        if reading.fault:
             return self
-        if telemetry.is_empty:
-            since = reading.at if self.empty_since is None else self.empty_since
-            return self._replace(empty_since=since)
+        if reading.is_silent:
+            since = reading.at if self.silent_since is None else self.silent_since
+            return self._replace(silent_since=since)
 
-        # A reading is compared with the last poll, not with the last reading: only polls are far
-        # enough apart to count a heartbeat that has not changed. So 7 at a poll, 8 at an event and
-        # 8 at the next poll is a chip that is alive. Any change shows life: after a reset the
-        # heartbeat begins again, lower.
+        # Only polls are far enough apart to count a heartbeat that has not changed. Any change
+        # shows life: after a reset the heartbeat begins again, lower.
         heartbeat, misses = self.heartbeat, self.misses
-        if telemetry.heartbeat is None or telemetry.heartbeat != heartbeat:
+        if reading.heartbeat is None or reading.heartbeat != heartbeat:
             misses = 0
         elif reading.is_poll:
             misses += 1
         if reading.is_poll:
-            heartbeat = telemetry.heartbeat
+            heartbeat = reading.heartbeat
 
-        trips = self.trips if telemetry.trips is None else telemetry.trips
+        is_hot = self.is_hot and limit is not None
+        if reading.temperature is not None and limit is not None:
+            coolest = limit - HYSTERESIS
+            is_hot = reading.temperature >= limit or (is_hot and reading.temperature > coolest)
+
+        trips = self.trips if reading.trips is None else reading.trips
         has_tripped = trips is not None and self.trips is not None and trips > self.trips
-        degrees = telemetry.temperature
-
-        # The hysteresis is one of this limit. A chip can have reached another one before a reload.
-        limit = hot_limit(telemetry, settings)
-        is_hot = _reaches(degrees, limit, reached_before=self.limit_reached == limit)
-
-        # `empty_since` is left out: it ends with this reading.
-        return Vitals(
-            heartbeat=heartbeat,
-            misses=misses,
-            limit_reached=limit if is_hot else None,
-            is_throttling=_reaches(degrees, telemetry.throttles_at, self.is_throttling),
-            trips=trips,
-            tripped_at=reading.at if has_tripped else self.tripped_at,
-            had_telemetry=True,
-        )
-
-
-def hot_limit(telemetry: Telemetry, settings: HealthSettings) -> float | None:
-    """Return the °C at which a chip is too hot; None: high temperature is not a fault."""
-    limit: float | str | None = settings.temperature_limit
-    return telemetry.throttles_at if isinstance(limit, str) else limit
-
-
-def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -> bool:
-    """Return whether a chip is at a limit; once there it must cool down by HYSTERESIS."""
-    if degrees is None or limit is None:
-        return False
-    if reached_before:
-        return degrees > limit - HYSTERESIS
-    return degrees >= limit
+        tripped_at = reading.at if has_tripped else self.tripped_at
+        return Vitals(heartbeat, misses, is_hot, trips, tripped_at)
 
 
 def judge(
-    reading: Reading, vitals: Vitals, settings: HealthSettings, former: Fault | None
+    reading: Reading, vitals: Vitals, limit: float | None, *, had_telemetry: bool
 ) -> Fault | None:
     """Return the fault that a reading shows: the first rule that applies.
 
-    `vitals`: after this reading; `former`: the fault before it.
+    `vitals`: after this reading; `limit`: °C; `had_telemetry`: at any time since boot.
     """
-    telemetry = reading.telemetry
-    if telemetry.error:
-        attribute, number = telemetry.error
-        if number == errno.ENODATA:
-            return Fault(Kind.RESETTING, "resetting (no telemetry)")
-        if number == errno.ENODEV:
-            return former  # the device is being removed: the next scan shows why
-        problem = f"telemetry cannot be read: {attribute}: {os.strerror(number)}"
-        return Fault(Kind.READ_ERROR, problem)
+    if reading.fault:
+        return reading.fault
 
-    if telemetry.all_ones:
-        return Fault(Kind.NO_RESPONSE, "chip does not respond (registers read as ones)")
+    if vitals.misses >= MISSES:
+        text = f"heartbeat stalled at {vitals.heartbeat} (firmware stopped)"
+        return Fault(Kind.STALLED, text)
 
-    # Vitals are from before, while a chip reports nothing.
-    if not telemetry.is_empty:
-        if vitals.misses >= settings.heartbeat_misses:
-            problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
-            return Fault(Kind.STALLED, problem)
+    if vitals.is_hot:
+        degrees = "" if reading.temperature is None else f"{reading.temperature:.1f} °C, "
+        return Fault(Kind.HOT, f"too hot: {degrees}limit {limit:g} °C; check the cooling")
 
-        if vitals.limit_reached is not None:
-            degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
-            return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
+    if reading.at - vitals.tripped_at < TRIP_HOLDOFF:
+        recovery = f"healthy again after {TRIP_HOLDOFF:g} s without another one"
+        text = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
+        return Fault(Kind.TRIPPED, text)
 
-    holdoff = settings.trip_holdoff
-    if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
-        recovery = f"healthy again after {holdoff:g} s without another one"
-        problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
-        return Fault(Kind.TRIPPED, problem)
-
-    # After a rebind the firmware of a healthy chip has ten seconds; an unhealthy one must show that
-    # it is well. A chip that never had telemetry may have old firmware.
-    missing_since = vitals.empty_since if vitals.had_telemetry else None
-    if missing_since is not None and (former or reading.at - missing_since >= FIRMWARE_TIMEOUT):
-        return Fault(Kind.SILENT, "firmware reports no telemetry")
+    # A chip that never had telemetry may have old firmware.
+    since = vitals.silent_since
+    if since is not None and had_telemetry and reading.at - since >= FIRMWARE_TIMEOUT:
+        return SILENT
     return None
 
 
 # ==== CHIPS: followed over time ===================================================================
 
 
-@lru_cache
 def board_of_card(card: str) -> str:
     """Return "p150" for "p150a"."""
     return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
 
 
 class Chip(NamedTuple):
-    """A Tenstorrent PCI function, known until the daemon ends.
+    """A Tenstorrent PCI function, known from the first scan that finds it until the next boot.
 
-    It is *seen* from the first scan that finds it, *present* while it has a class device, and
-    *listed*, so a device of a resource, from its first reading with a valid device file. Measured
-    values are not here, but in the text of a fault: they change all the time, and no decision
-    depends on them.
+    It is *present* while it has a class device, and *listed*, so a device of a resource, from the
+    first scan that finds its device file valid.
     """
 
     function: PciFunction
     identity: Identity = Identity()  # as last reported
-    telemetry_fault: Fault | None = None  # by its last reading; counts only while it is present
-    is_throttling: bool = False  # for the log
-    was_present: bool = False  # at any time since boot
-    is_listed: bool = False  # see ChipState.start_listing()
+    is_listed: bool = False
+    reading: Reading | None = None  # the last one, since it is present
+    vitals: Vitals = Vitals()
+    telemetry_fault: Fault | None = None  # counts only while it is present
+    kind: Kind | None = None  # of the fault that `since` is about
+    since: float | None = None  # seconds since boot until that kind began
 
     @property
-    def bdf(self) -> str:
-        return self.function.bdf
+    def address(self) -> str:
+        return self.function.address
 
     @property
     def display_name(self) -> str:
-        return f"{self.bdf} ({self.card_type or self.function.arch or 'unknown card'})"
+        return f"{self.address} ({self.card_type or self.function.arch or 'unknown card'})"
 
     @property
     def is_present(self) -> bool:
-        return self.function.ordinal is not None
+        return self.function.number is not None
+
+    @property
+    def has_device_file(self) -> bool:
+        return self.is_present and not self.function.file_fault
 
     @property
     def fault(self) -> Fault | None:
@@ -1567,18 +1384,21 @@ class Chip(NamedTuple):
         return self.telemetry_fault
 
     @property
-    def reason(self) -> Reason | None:
-        """Return why it is unhealthy, and the command that helps."""
+    def command(self) -> str:
+        """Return the command that helps against its fault, empty if there is none."""
         fault, function = self.fault, self.function
-        if fault is None:
-            return None
-        if fault.kind in NO_COMMAND_HELPS or fault.text == WAITING:
-            return Reason(fault.text)
+        if fault is None or fault.kind in NO_COMMAND_HELPS:
+            return ""
         if fault.kind is Kind.NO_DRIVER and function.driver:
-            return Reason(fault.text)  # a virtual machine may have it
+            return ""  # a virtual machine may have it
         if fault.kind is Kind.NO_DRIVER and not function.driver_is_loaded:
-            return Reason(fault.text, LOAD_DRIVER)
-        return Reason(fault.text, fix_command(self.bdf))
+            return f"modprobe {DRIVER}"
+        return f"tt-device-plugin fix {self.address}"
+
+    @property
+    def reason(self) -> str | None:
+        """Return why it is unhealthy, and the command that helps."""
+        return str(Problem(self.address, self.fault.text, self.command)) if self.fault else None
 
     @property
     def card_type(self) -> str | None:
@@ -1600,8 +1420,46 @@ class Chip(NamedTuple):
     def is_galaxys(self) -> bool:
         return (self.card_type or "").startswith("galaxy")
 
+    def seen(self, function: PciFunction) -> Chip:
+        """Return the chip as a scan has found it."""
+        chip = self._replace(function=function)
+        if function.number != self.function.number:
+            chip = chip._replace(reading=None)  # it was absent meanwhile
+        if chip.has_device_file:
+            chip = chip._replace(is_listed=True)
+        if chip.is_present:
+            return chip
+
+        # When it is back, it must show that it is well. A chip that never had telemetry cannot.
+        absent = self.vitals._replace(heartbeat=None, misses=0, is_hot=False, silent_since=-inf)
+        fault = SILENT if self.identity != Identity() else None
+        return chip._replace(reading=None, vitals=absent, telemetry_fault=fault)
+
+    def read(self, reading: Reading, limit: float | None) -> Chip:
+        """Return the chip after a reading of it. `limit`: °C, see HealthSettings."""
+        # Values that the firmware does not report at the moment stay.
+        pairs = zip(reading.identity, self.identity, strict=True)
+        identity = Identity(*(new or old for new, old in pairs))
+        vitals = self.vitals.after(reading, limit)
+        fault = judge(reading, vitals, limit, had_telemetry=identity != Identity())
+        return self._replace(
+            identity=identity, reading=reading, vitals=vitals, telemetry_fault=fault
+        )
+
+    def blocked(self) -> Chip:
+        """Return the chip while a reading of it takes too long."""
+        return self._replace(reading=None, telemetry_fault=BLOCKED)
+
+    def dated(self, now: float) -> Chip:
+        """Return the chip with the time at which its kind of fault began, at the latest `now`."""
+        kind = self.fault.kind if self.fault else None
+        if kind is self.kind:
+            return self
+        return self._replace(kind=kind, since=now if kind else None)
+
 
 Chips = Iterable[Chip]
+NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
 
 
 def _absence(function: PciFunction) -> Fault:
@@ -1620,7 +1478,6 @@ def _absence(function: PciFunction) -> Fault:
 # (tt-metal's get_ubb_id()). In a virtual machine they are on the machine's buses.
 GALAXY_TRAYS = (0x00, 0x40, 0x80, 0xC0)
 GALAXY_POSITIONS = range(1, 9)
-GALAXY_SIZE = len(GALAXY_TRAYS) * len(GALAXY_POSITIONS)
 
 
 class Tray(NamedTuple):
@@ -1650,7 +1507,7 @@ def places(chips: Chips) -> dict[str, Place]:
     """
     galaxys, pairs, found = [], defaultdict(list), {}
     for chip in chips:
-        found[chip.bdf] = Place(chip.bdf, board_id=chip.bdf)
+        found[chip.address] = Place(chip.address, board_id=chip.address)
         if chip.is_galaxys:
             galaxys.append(chip)
         elif chip.board_type == "p300":
@@ -1663,27 +1520,18 @@ def places(chips: Chips) -> dict[str, Place]:
 
 
 def _places_on_galaxy(chips: Sequence[Chip]) -> dict[str, Place]:
-    """Return the places of a Galaxy's chips, by their buses.
-
-    One bus that no Galaxy has, or one with several chips, shows a virtual machine, in which the
-    others mean nothing either.
-    """
-    found, strange = {}, []
-    chips_on_bus = Counter(address_numbers(chip.bdf)[:2] for chip in chips)
+    """Return the places of a Galaxy's chips, by their buses."""
+    found = {}
     for chip in chips:
-        domain, bus, *_ = address_numbers(chip.bdf)
-        tray = Tray(chip.card_type or "", domain, bus & 0xF0)
+        domain, bus, *_ = address_numbers(chip.address)
+        tray, position = Tray(chip.card_type or "", domain, bus & 0xF0), bus & 0x0F
         board_id = f"{domain:04x}:{tray.bus:02x}"
-        place = Place(tray, 8, board_id, tray=tray, position=bus & 0x0F)
-        found[chip.bdf] = place
+        found[chip.address] = Place(tray, 8, board_id, tray=tray, position=position)
 
-        is_on_galaxy = tray.bus in GALAXY_TRAYS and place.position in GALAXY_POSITIONS
-        if not is_on_galaxy or chips_on_bus[domain, bus] > 1:
-            strange.append(f"{bus:02x}")
-
-    if strange:
-        reason = f"bus {strange[0]} is not one of a Galaxy's, so its trays are not known"
-        return {chip.bdf: Place(chip.bdf, 8, unknown=reason) for chip in chips}
+        # One bus that no Galaxy has shows a virtual machine, in which the others mean nothing.
+        if tray.bus not in GALAXY_TRAYS or position not in GALAXY_POSITIONS:
+            reason = f"bus {bus:02x} is not one of a Galaxy's, so its trays are not known"
+            return {each.address: Place(each.address, 8, unknown=reason) for each in chips}
     return found
 
 
@@ -1691,148 +1539,11 @@ def _places_on_p300(serial: str | None, chips: Sequence[Chip]) -> dict[str, Plac
     """Return the places of chips of p300 boards that report this serial number."""
     if serial is None:
         reason = "waiting for the board's serial number"
-        return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
-
-    on_bus = [chip for chip in chips if chip.function.on_bus]
-    if len(on_bus) > 2:
-        reason = f"{len(on_bus)} chips report the serial number {serial}, but a p300 has 2"
-        return {chip.bdf: Place(chip.bdf, 2, unknown=reason) for chip in chips}
-
-    # More than two were seen if the board was moved to another slot: then its former addresses are
-    # not on the bus. If it is absent there as well, any two of its addresses will do.
-    members = chips
-    if len(chips) > 2:
-        members = on_bus or chips[-2:]
-    found = {chip.bdf: Place(chip.bdf, 2, unknown="its board has moved") for chip in chips}
-    return found | {chip.bdf: Place(serial, 2, serial) for chip in members}
-
-
-@dataclass(slots=True)
-class ChipState:
-    """All that is known of a chip; decisions depend on `chip`.
-
-    Values are only kept while they are true. So a chip whose last reading has failed, or that has
-    not been read since it was present again, has neither telemetry nor sensors.
-    """
-
-    chip: Chip
-    vitals: Vitals = field(default_factory=Vitals)
-    fault_kind: str | None = None  # value of the kind of fault that `since` is about
-    since: float | None = None  # seconds since boot until that kind began; None: unknown
-    telemetry: Telemetry | None = None
-    sensors: Mapping[str, float] = field(default_factory=dict)
-    processes: Sequence[ProcessRow] | None = None  # None: unknown
-
-    def appear(self, function: PciFunction) -> None:
-        """Record that it is present. With another number than before it was absent meanwhile."""
-        if function.ordinal != self.chip.function.ordinal:
-            self._drop_values()
-        self.chip = self.chip._replace(function=function, was_present=True)
-
-    def vanish(self, function: PciFunction) -> None:
-        """Record that it is not present.
-
-        When it is back, it has a fault of the present kind until it has been read.
-        """
-        self.chip = self.chip._replace(function=function)
-        if self.chip.fault and self.chip.was_present:
-            waiting = self.chip.fault._replace(text=WAITING)
-            self.chip = self.chip._replace(telemetry_fault=waiting)
-        self._drop_values()
-
-    def apply(self, reading: Reading, settings: HealthSettings) -> None:
-        """Record a reading: the chip's identity, its fault, and the values to show."""
-        telemetry = reading.telemetry
-
-        # The slot has another card by now: nothing of the former one counts.
-        if telemetry.identity.contradicts(self.chip.identity):
-            self.chip = self.chip._replace(identity=Identity(), telemetry_fault=None)
-            self.vitals = Vitals()
-            self.fault_kind = self.since = None
-            self._drop_values()
-
-        self.vitals = self.vitals.after(reading, settings)
-        fault = judge(reading, self.vitals, settings, self.chip.telemetry_fault)
-
-        # Values that the firmware does not report at the moment stay.
-        pairs = zip(telemetry.identity, self.chip.identity, strict=True)
-        self.chip = self.chip._replace(
-            identity=Identity(*(new or old for new, old in pairs)),
-            telemetry_fault=fault,
-            is_throttling=self.vitals.is_throttling,
-        )
-
-        # Sensors are read before telemetry: if that has failed, they can be those of a dead chip.
-        self.telemetry = None if telemetry.has_failed else telemetry
-        if reading.sensors is not None:
-            self.sensors, self.processes = reading.sensors, reading.processes
-        if telemetry.has_failed:
-            self.sensors = {}
-        self.start_listing()
-
-    def _drop_values(self) -> None:
-        """Forget what was read of it, until it is read again."""
-        self.telemetry = self.processes = None
-        self.sensors = {}
-
-    def start_listing(self) -> None:
-        """List it, as soon as its device file is valid."""
-        if not self.chip.function.file_fault:
-            self.chip = self.chip._replace(is_listed=True)
-
-    def block(self) -> None:
-        """Record that a read of its telemetry takes too long."""
-        text = "telemetry read timed out (the driver may be waiting for a reset)"
-        self.chip = self.chip._replace(telemetry_fault=Fault(Kind.BLOCKED, text))
-        self._drop_values()
-
-    def date_fault(self, now: float | None) -> None:
-        """Record when the present kind of fault has begun; see Inventory.date_faults()."""
-        fault = self.chip.fault
-        kind = fault.kind.value if fault else None
-        if kind != self.fault_kind:
-            self.fault_kind = kind
-            self.since = now if fault else None
-
-    def to_saved(self) -> Json:
-        """Return the part of the state that the next daemon cannot read again.
-
-        A heartbeat that goes on is left out: a healthy node's file is not written at each poll.
-        """
-        function, fault = self.chip.function, self.chip.telemetry_fault
-        vitals = self.vitals if self.vitals.misses else self.vitals._replace(heartbeat=None)
-        return {
-            "arch": function.arch,
-            "subsystem": function.subsystem,
-            "numa_node": function.numa_node,
-            "identity": self.chip.identity,
-            "telemetry_fault": (fault.kind.value, fault.text) if fault else None,
-            "is_listed": self.chip.is_listed,
-            "vitals": vitals,
-            "fault_kind": self.fault_kind,
-            "since": self.since,
-        }
-
-    @classmethod
-    def from_saved(cls, bdf: str, saved: Json) -> ChipState:
-        """Return a chip that has not been seen yet. Raises many errors: see StateFile."""
-        function = PciFunction(
-            bdf, saved["arch"], saved["subsystem"], saved["numa_node"], on_bus=False
-        )
-        fault = None
-        if saved["telemetry_fault"]:
-            kind, text = saved["telemetry_fault"]
-            fault = Fault(Kind(kind), text)
-
-        chip = Chip(
-            function,
-            Identity(*saved["identity"]),
-            fault,
-            was_present=True,  # as no other chip is saved
-            is_listed=saved["is_listed"],
-        )
-        vitals = Vitals(*saved["vitals"])
-        return cls(chip, vitals, saved["fault_kind"], saved["since"])
+    elif len(chips) > 2:
+        reason = f"{len(chips)} chips report the serial number {serial}, but a p300 has 2"
+    else:
+        return {chip.address: Place(serial, 2, serial) for chip in chips}
+    return {chip.address: Place(chip.address, 2, unknown=reason) for chip in chips}
 
 
 def seconds_since_boot() -> float:
@@ -1843,21 +1554,17 @@ def seconds_since_boot() -> float:
 class Inventory:
     """The chips of the host since boot."""
 
-    def __init__(self, states: dict[str, ChipState]) -> None:
-        self.states = states  # by PCI address
+    def __init__(self, chips: Mapping[str, Chip]) -> None:
+        """`chips`: those that the last daemon of this boot has seen, by address."""
+        self.chips = dict(chips)
         self.driver: str | None = None  # see driver_version()
         self.unsupported: tuple[str, ...] = ()  # Tenstorrent functions without a driver for them
         self._bus: Bus = {}
 
     @property
-    def chips(self) -> dict[str, Chip]:
-        return {bdf: state.chip for bdf, state in self.states.items()}
-
-    @property
     def present(self) -> list[PciFunction]:
         """Return the functions of the chips that are present, so can be read."""
-        states = self.states.values()
-        return [state.chip.function for state in states if state.chip.is_present]
+        return [chip.function for chip in self.chips.values() if chip.is_present]
 
     def scan(self, settings: Settings) -> None:
         """Look which chips and device files exist; raises OSError."""
@@ -1866,45 +1573,63 @@ class Inventory:
         self.driver = driver
 
         found = [function for function in self._bus.values() if function]
-        self.unsupported = tuple(sorted(each.bdf for each in found if not each.arch))
-        functions = {function.bdf: function for function in found if function.arch}
-        for bdf, function in functions.items():
-            # A card of another model in the slot is another chip.
-            state = self.states.get(bdf)
-            if state is None or not state.chip.function.is_same_model(function):
-                state = self.states[bdf] = ChipState(Chip(function))
+        self.unsupported = tuple(sorted(each.address for each in found if not each.arch))
+        functions = {function.address: function for function in found if function.arch}
+        for address in functions.keys() - self.chips.keys():
+            self.chips[address] = Chip(functions[address])
 
-            if function.ordinal is None:
-                state.vanish(function)
-            else:
-                state.appear(function)
-
-        # States stay until the daemon ends.
-        for bdf in self.states.keys() - functions.keys():
-            last = self.states[bdf].chip.function
-            self.states[bdf].vanish(last.without_class_device()._replace(on_bus=False))
+        for address, chip in self.chips.items():
+            gone = chip.function.without_class_device()._replace(on_bus=False)
+            self.chips[address] = chip.seen(functions.get(address, gone))
 
     def apply(self, readings: Iterable[Reading], settings: HealthSettings) -> None:
         """Record readings of chips."""
         for reading in readings:
-            state = self.states[reading.function.bdf]
+            chip = self.chips[reading.function.address]
             # A reading from before the chip was renumbered is out of date.
-            if state.chip.function.ordinal == reading.function.ordinal:
-                state.apply(reading, settings)
+            if chip.function.number == reading.function.number:
+                limit = settings.temperature_limit
+                self.chips[chip.address] = chip.read(reading, limit)
 
-    def date_faults(self, now: float | None) -> None:
-        """Record which faults have begun or ended.
+    def block(self, addresses: Iterable[str]) -> None:
+        """Record chips of which a reading takes too long."""
+        for address in addresses:
+            self.chips[address] = self.chips[address].blocked()
 
-        `now`: seconds since boot; None: the chips were not watched, so new faults can be old ones.
-        """
-        for state in self.states.values():
-            state.date_fault(now)
+    def date_faults(self) -> None:
+        """Record which faults have begun or ended."""
+        now = seconds_since_boot()
+        self.chips = {address: chip.dated(now) for address, chip in self.chips.items()}
+
+    def to_saved(self) -> Json:
+        """Return what the next daemon of this boot cannot read again."""
+        return {
+            address: {
+                "arch": chip.function.arch,
+                "subsystem": chip.function.subsystem,
+                "numa_node": chip.function.numa_node,
+                "identity": chip.identity,
+                "kind": chip.kind and chip.kind.value,
+                "since": chip.since,
+            }
+            for address, chip in self.chips.items()
+            if chip.is_listed
+        }
+
+
+def saved_chip(address: str, saved: Json) -> Chip:
+    """Return a chip of Inventory.to_saved(), before it is seen. Raises many errors."""
+    function = PciFunction(
+        address, saved["arch"], saved["subsystem"], saved["numa_node"], on_bus=False
+    )
+    kind = Kind(saved["kind"]) if saved["kind"] else None
+    chip = Chip(function, Identity(*saved["identity"]), True, kind=kind, since=saved["since"])
+    return chip.seen(function)  # it must show that it is well
 
 
 # ==== RESOURCES: as the configuration gives them, held or not. Pure ===============================
 
 Status = grpc.StatusCode
-DeviceList = pb.ListAndWatchResponse
 
 
 class RequestError(Exception):
@@ -1918,26 +1643,27 @@ class Device(NamedTuple):
     chips: tuple[Chip, ...]  # in the order of PCI addresses
     place: Place  # of its first chip
     expected_chips: int = 1  # how many it should have
+    ids: tuple[str, ...] = ()  # under which it is advertised
     is_reserved: bool = False  # listed only for a hold: the configuration does not give this ID
     withheld: str | None = None  # why it is not offered: a pod holds its chips by another ID
     holder: str | None = None  # that pod
 
     @property
-    def addresses(self) -> ChipAddresses:
-        return frozenset(chip.bdf for chip in self.chips)
+    def addresses(self) -> frozenset[str]:
+        return frozenset(chip.address for chip in self.chips)
 
     @property
     def incomplete(self) -> str | None:
         """Return why its chips are not one whole board."""
         known, expected = len(self.chips), self.expected_chips
-        return f"only {known} of {expected} chips found" if known < expected else None
+        return f"{known} of {expected} chips" if known < expected else None
 
     @property
     def reason(self) -> str | None:
         """Return why the kubelet sees it as unhealthy."""
         for chip in self.chips:
             if reason := chip.reason:
-                return f"{chip.bdf}: {reason}" if self.expected_chips > 1 else str(reason)
+                return f"{chip.address}: {reason}" if self.expected_chips > 1 else reason
         return self.incomplete or self.withheld
 
     @property
@@ -1955,96 +1681,78 @@ class Resource:
     devices: Mapping[str, Device]  # by ID, in the order of PCI addresses
     replicas: int = 0  # per device; 0: not shared
     max_one_replica: bool = False  # per container
-    base_name: str = ""  # unshared, without the domain
 
     @property
     def short_name(self) -> str:
         return without_domain(self.name)
 
     @cached_property
-    def ids_by_device(self) -> list[list[str]]:
-        """Return the IDs of each device: more than one, if it is shared.
+    def unique_devices(self) -> list[Device]:
+        """Return each device once: as withheld, if one of its IDs is.
 
         A reserved ID can be called like a device, but have other chips: it is another device then.
         """
+        found: dict[tuple[str, bool], Device] = {}
+        for device in self.devices.values():
+            key = (device.id, device.is_reserved)
+            if key not in found or device.withheld:
+                found[key] = device
+        return list(found.values())
+
+    @property
+    def ids_by_device(self) -> list[list[str]]:
+        """Return the IDs of each device: more than one, if it is shared."""
         found = defaultdict(list)
         for device_id, device in self.devices.items():
-            found[device.id, device.addresses].append(device_id)
+            found[device.id, device.is_reserved].append(device_id)
         return list(found.values())
 
     @cached_property
-    def unique_devices(self) -> list[Device]:
-        """Return each device once: as withheld, if one of its IDs is."""
-        found = []
-        for ids in self.ids_by_device:
-            devices = [self.devices[device_id] for device_id in ids]
-            found.append(next((each for each in devices if each.withheld), devices[0]))
-        return found
-
-    @cached_property
-    def unhealthy(self) -> list[str]:
-        """Return the unhealthy devices: each one's ID and reason."""
-        return [f"{each.id}: {each.reason}" for each in self.unique_devices if each.reason]
-
-    @cached_property
-    def refused(self) -> DeviceIds:
+    def refused(self) -> frozenset[str]:
         """Return the IDs that Allocate refuses."""
-        refused = [
-            device_id
-            for device_id, device in self.devices.items()
-            if device.is_reserved or device.reason
-        ]
-        return frozenset(refused)
+        unhealthy = {device_id for device_id, is_healthy, _ in self.list_entries if not is_healthy}
+        reserved = {device_id for device_id, each in self.devices.items() if each.is_reserved}
+        return frozenset(unhealthy | reserved)
 
     @cached_property
-    def device_list(self) -> DeviceList:
-        """Return the message for the kubelet: without device numbers, which can change."""
-        message = DeviceList()
+    def list_entries(self) -> list[tuple[str, bool, tuple[int, ...]]]:
+        """Return ID, health and NUMA nodes of each entry of the list for the kubelet.
+
+        It has no device numbers, which can change.
+        """
+        entries = []
+        of_device: dict[int, tuple[bool, tuple[int, ...]]] = {}  # all replicas have one object
         for device_id, device in self.devices.items():
-            nodes = [pb.NUMANode(ID=node) for node in device.numa_nodes]
-            message.devices.add(
-                ID=device_id,
-                health="Unhealthy" if device.reason else "Healthy",
-                topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
-            )
-        return message
+            if id(device) not in of_device:
+                of_device[id(device)] = (device.reason is None, device.numa_nodes)
+            entries.append((device_id, *of_device[id(device)]))
+        return entries
 
     def chips(self, ids: Iterable[str]) -> list[Chip]:
         """Return the chips of those of these IDs that exist, each once."""
         chips: dict[str, Chip] = {}
         for device_id in ids:
             if device := self.devices.get(device_id):
-                chips |= {chip.bdf: chip for chip in device.chips}
+                chips |= {chip.address: chip for chip in device.chips}
         return list(chips.values())
 
 
 Resources = dict[str, Resource]  # by name
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """All resources that the configuration gives."""
 
     resources: Resources
-    excluded: ChipAddresses  # chips that are taken out of service, with their whole boards
+    excluded: frozenset[str]  # addresses of chips out of service, with their whole boards
     unplaced: Mapping[str, str]  # why the boards of chips are not known, by address
-    without_effect: Sequence[str]  # messages about settings that concern nothing on this node
-
-    @cached_property
-    def by_chip(self) -> dict[str, tuple[Resource, list[str]]]:
-        """Return the resource of each chip, and the IDs of its device, by address."""
-        found = {}
-        for resource in self.resources.values():
-            for ids in resource.ids_by_device:
-                for chip in resource.devices[ids[0]].chips:
-                    found[chip.bdf] = (resource, ids)
-        return found
 
 
 def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
     """Return the resources of these chips, which are by address and in that order."""
     listed = [chip for chip in chips.values() if chip.is_listed]
-    devices = devices_by_name(listed, settings)
+    chip_places = places(listed)
+    devices = _devices_by_name(listed, chip_places, settings)
 
     # An excluded chip takes its whole device out of service.
     excluded = chips.keys() & set(settings.exclude)
@@ -2052,29 +1760,25 @@ def make_offer(chips: Mapping[str, Chip], settings: Settings) -> Offer:
         if not device.addresses.isdisjoint(settings.exclude):
             excluded |= device.addresses
 
-    unplaced = {bdf: place.unknown for bdf, place in places(listed).items() if place.unknown}
+    unplaced = {address: place.unknown for address, place in chip_places.items() if place.unknown}
     resources = _configured_resources(devices, frozenset(excluded), settings)
-    return Offer(
-        resources=resources,
-        excluded=frozenset(excluded),
-        unplaced=unplaced,
-        without_effect=list(_without_effect(chips, devices, resources, settings)),
-    )
+    return Offer(resources, frozenset(excluded), unplaced)
 
 
-def devices_by_name(chips: Sequence[Chip], settings: Settings) -> dict[str, list[Device]]:
+def _devices_by_name(
+    chips: Sequence[Chip], chip_places: Mapping[str, Place], settings: Settings
+) -> dict[str, list[Device]]:
     """Return unshared devices by resource. The chips are in the order of PCI addresses."""
     by_board = settings.unit == "board"
-    chip_places = places(chips)
     groups = defaultdict(list)
     for chip in chips:
-        device_id = chip_places[chip.bdf].board_id if by_board else chip.bdf
+        device_id = chip_places[chip.address].board_id if by_board else chip.address
         if device_id:  # a chip whose board is not known belongs to no device
             groups[resource_name(chip, settings), device_id].append(chip)
 
     devices = defaultdict(list)
     for (name, device_id), members in groups.items():
-        place = chip_places[members[0].bdf]
+        place = chip_places[members[0].address]
         expected = place.board_size if by_board else 1
         devices[name].append(Device(device_id, tuple(members), place, expected))
     return dict(sorted(devices.items()))
@@ -2093,43 +1797,42 @@ def resource_name(chip: Chip, settings: Settings) -> str:
 
 
 def _configured_resources(
-    devices: Mapping[str, list[Device]], excluded: ChipAddresses, settings: Settings
+    devices: Mapping[str, list[Device]], excluded: frozenset[str], settings: Settings
 ) -> Resources:
     """Return resources by full name: the shared devices of each name, and the exclusive others.
 
     `devices`: by the name of their resource, unshared and without the domain.
     """
     sharing = settings.sharing
-    # A count takes what the entries that name their devices leave.
-    entries = sorted(sharing.resources, key=lambda entry: isinstance(entry.devices, int))
     found: Resources = {}
 
-    def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
-        """Add the resource with this short name, if it has devices."""
-        by_id = {}
+    def add(short_name: str, members: Iterable[Device], replicas: int = 0) -> None:
+        """Add the resource with this name, if it has devices."""
+        by_id: dict[str, Device] = {}
         for device in members:
-            by_id.update(dict.fromkeys(replica_ids(device.id, replicas), device))
+            ids = replica_ids(device.id, replicas)
+            by_id |= dict.fromkeys(ids, device._replace(ids=ids))
         if by_id:
-            name = f"{settings.resource_domain}/{short}"
+            name = f"{settings.resource_domain}/{short_name}"
             max_one_replica = replicas > 0 and sharing.fail_requests_greater_than_one
-            found[name] = Resource(name, by_id, replicas, max_one_replica, base_name)
+            found[name] = Resource(name, by_id, replicas, max_one_replica)
 
     for base_name, members in devices.items():
         exclusive = [device for device in members if excluded.isdisjoint(device.addresses)]
-        for entry in entries:
+        for entry in sharing.resources:
             if entry.name == base_name:
-                selected = selection(entry, exclusive)
+                selected = [device for device in exclusive if is_selected(device, entry)]
                 exclusive = [device for device in exclusive if device not in selected]
-                add(sharing.shared_name(entry), base_name, selected, entry.replicas)
-        add(base_name, base_name, exclusive)
+                add(sharing.shared_name(entry), selected, entry.replicas)
+        add(base_name, exclusive)
     return found
 
 
-def replica_ids(device_id: str, replicas: int) -> list[str]:
+def replica_ids(device_id: str, replicas: int) -> tuple[str, ...]:
     """Return the IDs under which a device is advertised."""
     if not replicas:
-        return [device_id]
-    return [f"{device_id}::{number}" for number in range(replicas)]
+        return (device_id,)
+    return tuple(f"{device_id}::{number}" for number in range(replicas))
 
 
 def is_replica(device_id: str) -> bool:
@@ -2141,126 +1844,64 @@ def without_replica(device_id: str) -> str:
     return device_id.partition("::")[0]
 
 
-def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
-    """Return the devices that an entry of the configuration shares."""
-    if isinstance(entry.devices, int):
-        return devices[: entry.devices]
-    if entry.devices == "all":
-        return devices
-    return [device for device in devices if aliases(device) & entry.named_devices]
-
-
-def aliases(device: Device) -> set[str]:
-    """Return the names by which the configuration can select a device.
-
-    A device number selects only while the chip is present: afterwards another one can have it.
-    """
-    numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
-    return {device.id, *device.addresses, *numbers}
-
-
-def _without_effect(
-    chips: Container[str],
-    devices: Mapping[str, list[Device]],
-    resources: Resources,
-    settings: Settings,
-) -> Iterator[str]:
-    """Yield messages about settings that concern nothing on this node.
-
-    `resources`: those that these devices have become.
-    """
-    for bdf in settings.exclude:
-        if bdf not in chips:
-            yield f"exclude: {bdf} is not a chip of this node"
-
-    resource_of = {}  # by device; excluded ones have none
-    for resource in resources.values():
-        resource_of.update(dict.fromkeys((each.id for each in resource.unique_devices), resource))
-
-    for entry in settings.sharing.resources:
-        found = devices.get(entry.name, [])
-        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
-        if not found:
-            available = ", ".join(devices) or "none"
-            yield f"sharing: there is no resource {entry.name}; available: {available}"
-        elif missing:
-            yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
-
-        # A count takes any devices, so it lacks some only if none is left.
-        name = settings.sharing.shared_name(entry)
-        shared = resources.get(f"{settings.resource_domain}/{name}")
-        selected = [each for each in selection(entry, found) if each.id in resource_of]
-        others = [each.id for each in selected if resource_of[each.id] is not shared]
-        if others and not (shared and isinstance(entry.devices, int)):
-            yield f"sharing: {name} lacks {abbreviate(others)}, which another table selects"
+def is_selected(device: Device, entry: SharedResource) -> bool:
+    """Return whether an entry of the configuration shares a device of its resource."""
+    return not entry.devices or not {device.id, *device.addresses}.isdisjoint(entry.devices)
 
 
 # ==== HOLDS: which pod has which chips, and the consequences ======================================
 #
-# A *hold* is one answer to Allocate, for one container. The chips and directories can be read in
-# the answer. The kubelet keeps it in its checkpoint, with resource, IDs, pod and container. So
-# holds are read, not remembered:
+# A *hold* is an answer to Allocate, as the kubelet's checkpoint has it: resource, IDs, pod and
+# container, and in the answer itself chips and directories. So holds are read, not remembered. One
+# is *current*, so has its chips:
 #
-#     the hold is                           it is *current*, so has its chips
-#     ----------------------------------    ------------------------------------------------------
-#     in the checkpoint, or an answer of    while its pod's cgroup exists, or none was seen since
-#     the last WRITTEN_WITHIN seconds       the answer (or the boot, if that is later)
-#     neither                               while its pod *runs*: it was deleted by force, or the
-#                                           kubelet has lost its checkpoint
+#     in the checkpoint   while its pod's cgroup exists, or is still to come: this daemon gave the
+#                         answer and has not seen the cgroup; also while no kubelet is connected, or
+#                         one has been for less than STARTED_WITHIN, or the node has no directory of
+#                         pods' cgroups
+#     no longer           while its pod runs: it was deleted by force, or the kubelet began anew
 #
-# An answer need not be in the checkpoint: kubelets write late, and their writings overtake each
-# other. A checkpoint that has disappeared or cannot be parsed is as if it had not changed.
+# A pod *runs* on its chips if a start of one of its containers was allowed, and its cgroup has a
+# process, or the cgroup exists and the last start was allowed less than STARTED_WITHIN ago.
 #
-# The current holds have these consequences, in this order below:
-#
-#     runs          which pods use their chips: others' containers do not start on these
-#     starts        whose start a PreStartContainer call may be, and when it is allowed
-#     lists         which IDs the kubelet gets, and which are withheld
-#     directories   for hugepages and locks: they exist while a current hold names them
+# In this order below: the checkpoint, pods' cgroups, the book of holds with the starts that it
+# allows, the lists that follow from holds, and the directories.
 
 CHECKPOINT = "kubelet_internal_checkpoint"  # in the device plugin directory
 CHECKPOINT_MAX = 64 << 20  # bytes
-KUBELET_SOCKET = "kubelet.sock"  # in the same directory; each kubelet creates a new one
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"  # variable with the PCI addresses of a container's chips
-OWN_DIRECTORY = "tt-device-plugin"  # root's, in each hugetlbfs; in it those of holds
-SHM = "/dev/shm"
-ANSWER_NAME = "tenstorrent.com/hold"  # annotation with the name of an answer
-WRITTEN_WITHIN = 30.0  # seconds after an answer in which the kubelet has written its checkpoint
-CREATED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
-UNNAMED_MAX = 4  # answers for the same IDs that no checkpoint names
-MISSING_FOR = 0.1  # seconds in which an older checkpoint, written last, is followed by the newest
+TOKEN = "tenstorrent.com/hold"  # annotation by which an answer is found again
+WRITTEN_WITHIN = 30.0  # seconds in which a kubelet has written an answer into its checkpoint
+STARTED_WITHIN = 120.0  # seconds that a runtime has to create a container, as the kubelet has it
+OWN_DIRECTORY = "tt-device-plugin"  # root's, in each hugetlbfs and in lock_dir
 
-# "namespace/name" of pods by resource, ID and container: of two pods, if both were given the ID
-PodNames = Mapping[tuple[str, str, str], Collection[str]]
-HoldKey = tuple[str, str, str, str]  # pod, container, resource, name of the answer
+HoldKey = tuple[str, str, str, str]  # pod, container, resource, token
 
 
 class Hold(NamedTuple):
     """One answer to Allocate: the devices of a resource that a container was given."""
 
     resource: str
-    ids: DeviceIds
-    name: str = ""  # that we gave this answer; empty: another version did, or another plugin
-    chips: ChipAddresses = frozenset()  # another plugin's has more, by its device files
-    device_files: tuple[str, ...] = ()  # only of another plugin's hold: see with_chips()
-    directories: tuple[str, ...] = ()  # for hugepages, on the host
-    locks: str = ""  # host directory that is its /dev/shm
-    is_ours: bool = True
+    ids: frozenset[str]
+    token: str  # empty: another version gave the answer
+    chips: frozenset[str]  # PCI addresses
+    directories: tuple[str, ...] = ()  # on the host, each in an OWN_DIRECTORY
     pod: str = ""  # UID; empty while no checkpoint has named it
     container: str = ""
 
     @property
     def key(self) -> HoldKey:
-        return (self.pod, self.container, self.resource, self.name)
+        return (self.pod, self.container, self.resource, self.token)
 
-    def of(self, resource: str, ids: Iterable[str]) -> Hold:
-        """Return this hold, as read from an answer alone, with what the answer was given for."""
-        ids = frozenset(ids)
-        # Another mount on /dev/shm is an administrator's, and has no locks.
-        has_locks = all(map(is_replica, ids)) and basename(self.locks) == without_domain(resource)
-        return self._replace(resource=resource, ids=ids, locks=self.locks if has_locks else "")
+    @property
+    def hugepages(self) -> str | None:
+        """Return the name of its hugepage directories, which is the same in each hugetlbfs."""
+        for path in self.directories:
+            if basename(dirname(dirname(path))) in HUGETLBFS:
+                return basename(path)
+        return None
 
-    def is_for(self, resource: str, ids: DeviceIds) -> bool:
+    def is_for(self, resource: str, ids: frozenset[str]) -> bool:
         """Return whether it is for exactly these IDs."""
         return (self.resource, self.ids) == (resource, ids)
 
@@ -2274,187 +1915,113 @@ class Hold(NamedTuple):
 # -- the checkpoint --------------------------------------------------------------------------------
 
 
+# Device, inode, time of change and size. Inodes are reused, and kernels before 6.13 give all files
+# that are written in one tick of 1 to 10 ms the same time.
+FileStamp = tuple[int, int, int, int]
+
+
+def file_stamp(path: str) -> FileStamp | None:
+    """Return a value that changes when the file is replaced; None if it does not exist."""
+    status = if_exists(os.stat, path)
+    if status is None:
+        return None
+    return (status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size)
+
+
 class Checkpoint(NamedTuple):
     """The kubelet's checkpoint (devicemanager/checkpoint), without other vendors' devices."""
 
-    holds: Sequence[Hold] = ()
-    unreadable: Sequence[str] = ()  # entries about our devices, "pod UID, container NAME"
+    holds: Mapping[HoldKey, Hold] = {}
     registered: Mapping[str, Any] = {}  # the IDs that the kubelet takes for healthy, by resource
 
 
-def parse_checkpoint(content: bytes, domain: str) -> Checkpoint:
-    """Return a checkpoint; raises ValueError. `domain`: that of the resources."""
+# Raised while a JSON document is read that has another form than expected.
+OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+def parse_checkpoint(content: bytes) -> Checkpoint:
+    """Return a checkpoint; raises ValueError."""
     try:
         data = json.loads(content)["Data"]
         entries = list(data["PodDeviceEntries"] or ())
         registered = dict(data["RegisteredDevices"] or {})
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except OTHER_FORM as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
-    holds, unreadable = [], []
+    holds = {}
     for entry in entries:
         try:
-            if hold := _parse_entry(entry, domain):
-                holds.append(hold)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if _concerns_us(entry, domain):
-                pod, container = str(entry.get("PodUID")), str(entry.get("ContainerName"))
-                unreadable.append(printable(f"pod {pod[:63]}, container {container[:63]}"))
-                log.debug("checkpoint: %s: %s", unreadable[-1], error)
-    return Checkpoint(holds, unreadable, registered)
+            hold = _parse_entry(entry)
+        except (*OTHER_FORM, DecodeError) as error:
+            log.debug("checkpoint: an entry is skipped: %s", error)
+            continue
+        if hold:
+            holds[hold.key] = hold
+    return Checkpoint(holds, registered)
 
 
-def _concerns_us(entry: object, domain: str) -> bool:
-    """Return whether an entry that cannot be read is about our devices, whoever answered."""
-    if not isinstance(entry, dict):
-        return False
-    with suppress(TypeError, ValueError):  # the domain can be another one by now
-        if ADDRESSES.encode() in base64.b64decode(entry.get("AllocResp") or ""):
-            return True
-    return str(entry.get("ResourceName")).startswith(f"{domain}/")
-
-
-def _parse_entry(entry: Json, domain: str) -> Hold | None:
-    """Return the hold of an entry, None for others' devices; raises ValueError and others.
-
-    Another plugin's answer under our domain counts, whatever the resource is called: its chips are
-    ours. Its ID must be listed even if the answer does not show which chips these are. One under
-    another domain does not count: a monitoring pod can have all chips.
-    """
-    resource = _name(entry["ResourceName"])
-    answer = _parse_answer(entry["AllocResp"] or "", resource.startswith(f"{domain}/"))
-    if not answer:
+def _parse_entry(entry: Json) -> Hold | None:
+    """Return the hold of an entry, None for others' devices; raises OTHER_FORM, DecodeError."""
+    content = base64.b64decode(entry["AllocResp"] or "")
+    if ADDRESSES.encode() not in content:
         return None
 
-    ids: set[str] = set()
-    for ids_of_node in entry["DeviceIDs"].values():  # by NUMA node; one on two nodes is in both
-        if not isinstance(ids_of_node, list):
-            raise ValueError("device IDs are not a list")
-        ids.update(map(_name, ids_of_node))
-    if not ids:
-        raise ValueError("no device IDs")
-
-    pod, container = _name(entry["PodUID"]), _name(entry["ContainerName"])
-    return answer.of(resource, ids)._replace(pod=pod, container=container)
+    # By NUMA node; a device on two of them is in both lists.
+    ids = frozenset(chain(*entry["DeviceIDs"].values()))
+    hold = hold_of(pb.ContainerAllocateResponse.FromString(content), entry["ResourceName"], ids)
+    pod, container = str(entry["PodUID"]), str(entry["ContainerName"])
+    return hold._replace(pod=printable(pod), container=printable(container))
 
 
-def _name(value: object) -> str:
-    """Return a name that can be printed; raises ValueError."""
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise ValueError("not a name")
-    return value
-
-
-@lru_cache(maxsize=1024)  # a checkpoint is written often, with the same answers
-def _parse_answer(encoded: str, is_our_domain: bool) -> Hold | None:
-    """Return the hold of an answer, None if it is another vendor's; raises ValueError."""
-    content = base64.b64decode(encoded, validate=True)
-    if not is_our_domain and ADDRESSES.encode() not in content:
-        return None
-
-    try:
-        answer = read_answer(pb.ContainerAllocateResponse.FromString(content))
-    except DecodeError as error:
-        raise ValueError(str(error)) from None
-    return answer if is_our_domain or answer.is_ours else None
-
-
-def read_answer(answer: pb.ContainerAllocateResponse) -> Hold:
-    """Return the hold of an answer, without resource, IDs and pod.
-
-    Another plugin's has the PCI addresses in its texts, and its device files: see with_chips().
-    """
-    ours = frozenset(filter(BDF.fullmatch, answer.envs.get(ADDRESSES, "").split(",")))
-    if not ours:
-        texts = [*answer.envs.values(), *(each.name for each in answer.cdi_devices)]
-        paths = [each.host_path for each in answer.devices if f"/{DRIVER}/" in each.host_path]
-        chips = frozenset(BDF.findall(" ".join([*texts, *paths])))
-        return Hold("", frozenset(), chips=chips, device_files=tuple(paths), is_ours=False)
-
-    directories, locks = [], ""
-    for mount in answer.mounts:
-        parent, name = os.path.split(mount.host_path)
-        hugetlbfs, own = os.path.split(parent)
-
-        # Only directories in our own directory of a hugetlbfs may be emptied: not the hugetlbfs
-        # itself, which hugepages = "host" mounts, and not a configured mount such as
-        # /var/lib/tt-device-plugin/models, or a path that leads out again with "..".
-        is_in_own = own == OWN_DIRECTORY and basename(hugetlbfs) in HUGETLBFS
-        if is_in_own and name not in ("", ".", ".."):
-            directories.append(mount.host_path)
-
-        # The host's own is nobody's to empty, either.
-        if mount.container_path == SHM and mount.host_path != SHM:
-            locks = mount.host_path
-
+def hold_of(answer: pb.ContainerAllocateResponse, resource: str, ids: frozenset[str]) -> Hold:
+    """Return the hold of an answer, without pod and container."""
+    paths = [mount.host_path for mount in answer.mounts]
     return Hold(
-        "",
-        frozenset(),
-        name=printable(answer.annotations.get(ANSWER_NAME, "")),
-        chips=ours,
-        directories=tuple(directories),
-        locks=locks,
+        resource,
+        ids,
+        token=answer.annotations.get(TOKEN, ""),
+        chips=frozenset(filter(ADDRESS.fullmatch, answer.envs[ADDRESSES].split(","))),
+        directories=tuple(path for path in paths if basename(dirname(path)) == OWN_DIRECTORY),
     )
 
 
-def with_chips(holds: Iterable[Hold], chips: Mapping[str, Chip]) -> Iterator[Hold]:
-    """Yield the holds; another plugin's with the chips that its device files have now."""
-    for hold in holds:
-        if hold.is_ours:
-            yield hold
-            continue
-
-        found = {*hold.chips} & chips.keys()
-        names = {basename(path) for path in hold.device_files}
-        for bdf, chip in chips.items():
-            by_id = f"{chip.function.arch}-{chip.identity.asic_id}"  # the driver's link
-            if chip.is_present and not names.isdisjoint((str(chip.function.ordinal), by_id)):
-                found.add(bdf)
-        yield hold._replace(chips=frozenset(found))
-
-
-# Every ID that the daemon can have given in any configuration: a PCI address, a Galaxy tray's
-# buses, a p300's serial; of a shared device with the number of the replica. Others are strange.
+# Every ID that the daemon can give in any configuration: a PCI address, a Galaxy tray's buses, a
+# p300's serial; of a shared device with the number of the replica.
 POSSIBLE_ID = re.compile(
     r"([0-9a-f]{4,}:[0-9a-f]{2}(:[0-9a-f]{2}\.[0-7])?|[0-9A-F]{16})(::[0-9]+)?"
 )
 
 
-def strange_ids(registered: Mapping[str, Any]) -> dict[str, DeviceIds]:
-    """Return strange IDs by resource: another plugin's, unless a hold has them."""
-    found = {}
-    for resource, ids in registered.items():
-        if isinstance(ids, list) and (strange := _strange_of(frozenset(map(str, ids)))):
-            found[resource] = strange
-    return found
+def is_anothers(resource: Resource, registered: Mapping[str, Any]) -> bool:
+    """Return whether another plugin has listed IDs under a resource's name."""
+    ids = registered.get(resource.name)
+    if not isinstance(ids, list):
+        return False
+    others = {str(each) for each in ids}.difference(resource.devices)
+    return not all(map(POSSIBLE_ID.fullmatch, others))
 
 
-@lru_cache(maxsize=32)  # each checkpoint has the same thousands of replicas, in another order
-def _strange_of(ids: DeviceIds) -> DeviceIds:
-    return frozenset(each for each in ids if not POSSIBLE_ID.fullmatch(each))
-
-
-# -- pods' cgroups ---------------------------------------------------------------------------------
+# -- pods ------------------------------------------------------------------------------------------
 
 KUBEPODS = re.compile(r"kubepods(\.slice)?|.+-kubepods\.slice")
 QOS_DIRECTORY = re.compile(r"(.+-)?(burstable|besteffort)(\.slice)?")
 POD_DIRECTORY = re.compile(r"pod(.+)|.+-pod([^-]+)\.slice")
-CONMON = "crio-conmon-"  # CRI-O's monitor, in a cgroup beside its container's
 
 
 class Cgroups:
     """The cgroups of pods at the last refresh, by UID (pod_container_manager_linux.go)."""
 
     def __init__(self, settings: Settings) -> None:
+        self.have_roots = False  # there is a directory of pods' cgroups
         self._mount = f"{settings.sys}/fs/cgroup"
         self._is_v2 = False
         self._directories: Mapping[str, list[str]] = {}  # of pods, by UID with "_" for "-"
-        self._populated: dict[str, bool] = {}  # by UID; of the pods that were asked for since then
 
     def refresh(self) -> None:
-        """List the pods' directories, and drop all former findings; raises OSError."""
+        """List the pods' directories; raises OSError."""
+        roots = self._find_roots()
         found = defaultdict(list)
-        for root in self._find_roots():
+        for root in roots:
             qos = [f"{root}/{name}" for name in names_in(root) if QOS_DIRECTORY.fullmatch(name)]
 
             for directory in (root, *qos):
@@ -2465,7 +2032,7 @@ class Cgroups:
 
         # Not before all are listed: the view is still that of the last refresh after an error.
         self._directories = found
-        self._populated = {}
+        self.have_roots = bool(roots)
 
     def _find_roots(self) -> list[str]:
         """Return the kubepods directories that root owns, in the mount or one directory below."""
@@ -2473,21 +2040,19 @@ class Cgroups:
         self._is_v2 = "cgroup.controllers" in names
         top = self._mount
         if not self._is_v2:
-            # Not "devices" first: there a pod's directory appears with its first process only.
-            for controller in ("memory", "devices", "systemd"):
-                if controller in names:
-                    top = f"{self._mount}/{controller}"
-                    break
+            # Not "devices": there a pod's directory appears with its first process only.
+            top += "/memory" if "memory" in names else "/systemd"
 
         roots = []
         for name in names_in(top):
             path = f"{top}/{name}"
-            # Another user can close a directory, even to root without capabilities.
+            # Users can make a `kubepods` in their own subtree, and close a directory, even to root
+            # without capabilities.
             if not _is_roots_directory(path):
                 continue
             if KUBEPODS.fullmatch(name):
                 roots.append(path)
-            elif name != "user.slice":  # users' sessions
+            else:
                 inner = [f"{path}/{each}" for each in names_in(path) if KUBEPODS.fullmatch(each)]
                 roots += filter(_is_roots_directory, inner)
         return roots
@@ -2501,1054 +2066,602 @@ class Cgroups:
         return bool(self._of(pod))
 
     def is_populated(self, pod: str) -> bool:
-        """Return whether a process is in a pod's cgroup, read at most once after each refresh."""
-        if pod not in self._populated:
-            self._populated[pod] = any(map(self._has_processes, self._of(pod)))
-        return self._populated[pod]
-
-    def containers(self, pod: str) -> frozenset[str]:
-        """Return the names of the cgroups of a pod's containers, pause process included."""
-        found: set[str] = set()
-        for directory in self._of(pod):
-            for each in if_exists(os.scandir, directory) or ():
-                if each.is_dir(follow_symlinks=False) and not each.name.startswith(CONMON):
-                    found.add(each.name)
-        return frozenset(found)
-
-    def has_populated_one(self, pod: str, containers: Iterable[str]) -> bool:
-        """Return whether a process is in one of these cgroups of a pod."""
-        paths: list[str] = []
-        for name in containers:
-            paths += [f"{directory}/{name}" for directory in self._of(pod)]
-
-        # The pod's own file can have been read before the process was there.
-        if found := any(map(self._has_processes, paths)):
-            self._populated[pod] = True
-        return found
+        """Return whether a process is, or may be, in a pod's cgroup now."""
+        return any(map(self._has_processes, self._of(pod)))
 
     def _has_processes(self, directory: str) -> bool:
         """Return whether a process is, or may be, in a cgroup or below it."""
-        waiting = [directory]
-        while waiting:
-            directory = waiting.pop()
-            try:
-                if self._is_v2:
-                    with open(f"{directory}/cgroup.events", "rb", 0) as file:
-                        return b"populated 1" in file.read()
+        try:
+            if self._is_v2:
+                with open(f"{directory}/cgroup.events", "rb", 0) as file:
+                    return b"populated 1" in file.read()
 
-                # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
-                with open(f"{directory}/tasks", "rb", 0) as file:
-                    if file.read(1):
-                        return True
-                with os.scandir(directory) as entries:
-                    waiting += [each.path for each in entries if each.is_dir(follow_symlinks=False)]
-            except OSError as error:
-                if error.errno not in ABSENT:
+            # Not cgroup.procs: old kernels leave out a process whose first thread has ended.
+            with open(f"{directory}/tasks", "rb", 0) as file:
+                if file.read(1):
                     return True
-        return False
+            with os.scandir(directory) as entries:
+                below = [each.path for each in entries if each.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            return error.errno not in ABSENT
+        return any(map(self._has_processes, below))
 
 
 def _is_roots_directory(path: str) -> bool:
-    """Return whether a directory is root's: users can make a `kubepods` in their own subtree."""
     status = if_exists(os.lstat, path)
-    return bool(status and stat.S_ISDIR(status.st_mode) and _is_roots(status))
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        return False
+    return status.st_uid in (0, os.geteuid())  # or the daemon's user, if that is another one
+
+
+def pod_names(settings: Settings) -> dict[str, str]:
+    """Return "namespace/name" of the pods on this node, by UID.
+
+    The kubelet makes a directory for a pod before its first container, and removes it with the pod
+    (BuildPodLogsDirectory in kuberuntime/helpers.go). With podLogsDir it is somewhere else.
+    """
+    found = {}
+    with suppress(OSError):
+        for directory in os.listdir(settings.pod_logs):
+            parts = printable(directory).split("_")
+            if len(parts) == 3:
+                namespace, name, uid = parts
+                found[uid] = f"{namespace}/{name}"
+    return found
+
+
+def name_of_pod(pod: str, names: Mapping[str, str]) -> str:
+    """Return a pod for messages: "namespace/name", or its UID while that is unknown."""
+    return names.get(pod, f"pod {pod}")
 
 
 # -- current holds, runs and starts ----------------------------------------------------------------
 
 
-class Start(Enum):
-    """The last allowed start of a container with a hold's chips."""
+@dataclass(slots=True)
+class Answer:
+    """An answer of this daemon, for WRITTEN_WITHIN, and until its pod's cgroup was seen."""
 
-    NONE = "none"  # its pod has only a sandbox
-    AWAITED = "awaited"  # the container was not seen yet
-    SEEN = "seen"
-    OVER = "over"  # since then the pod's cgroup was empty, or it was given other devices
+    hold: Hold  # without pod and container
+    at: float  # seconds of the monotonic clock
+    is_written: bool = False  # a checkpoint has named it
+    is_used: bool = False  # since then a start with its IDs was allowed
+    cgroup_seen: bool = False  # its pod's
 
 
 @dataclass(slots=True)
-class HoldState:
-    """A hold, and its history."""
-
-    hold: Hold
-    answered_at: float = 0.0  # in this boot; 0: it was found in the checkpoint
-    is_in_checkpoint: bool = False
-    left_at: float = -inf  # when the checkpoint lost it
-    cgroup_seen: bool = False  # its pod's, since the answer or the boot
-    start: Start = Start.NONE
-    allowed_at: float = 0.0  # when that start was allowed
-    containers: frozenset[str] = frozenset()  # the pod's container cgroups when it was allowed
-
-    @property
-    def pod_key(self) -> HoldKey | str:
-        """Return a key that is equal for holds of one pod; a hold without a pod has its own."""
-        return self.hold.pod or self.hold.key
-
-    def is_recent(self, now: float) -> bool:
-        """Return whether the kubelet may still have to write the answer."""
-        return self.answered_at > 0.0 and now - self.answered_at < WRITTEN_WITHIN
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether a checkpoint has named it, but the present one does not."""
-        return bool(self.hold.pod) and not self.is_in_checkpoint
-
-    def to_saved(self) -> Json:
-        """Return the state for the next daemon of this boot; from_saved() is the reverse.
-
-        `left_at` is left out: a restart takes longer than MISSING_FOR.
-        """
-        hold = {**self.hold._asdict(), "ids": sorted(self.hold.ids)}
-        hold["chips"] = sorted(self.hold.chips)
-        return {
-            "hold": hold,
-            "answered_at": self.answered_at,
-            "is_in_checkpoint": self.is_in_checkpoint,
-            "cgroup_seen": self.cgroup_seen,
-            "start": self.start.value,
-            "allowed_at": self.allowed_at,
-            "containers": sorted(self.containers),
-        }
-
-    @classmethod
-    def from_saved(cls, saved: Json) -> HoldState:
-        """Return a hold of the last daemon. Raises many errors: see StateFile."""
-        # JSON has lists in place of sets and tuples.
-        hold = saved["hold"]
-        for key, kind in (("ids", frozenset), ("chips", frozenset)):
-            hold[key] = kind(hold[key])
-        for key in ("device_files", "directories"):
-            hold[key] = tuple(hold[key])
-
-        return cls(
-            Hold(**hold),
-            answered_at=saved["answered_at"],
-            is_in_checkpoint=saved["is_in_checkpoint"],
-            cgroup_seen=saved["cgroup_seen"],
-            start=Start(saved["start"]),
-            allowed_at=saved["allowed_at"],
-            containers=frozenset(saved["containers"]),
-        )
-
-
-class Call(NamedTuple):
+class Call:
     """A PreStartContainer call, which has only a resource and IDs."""
 
     resource: str
-    ids: DeviceIds
-    chips: ChipAddresses  # of these IDs
-    callers: Sequence[HoldState]  # the holds whose container it may be, when it came
-    came_at: float = 0.0  # seconds of the monotonic clock
+    ids: frozenset[str]
+    came_at: float  # seconds of the monotonic clock
+    callers: frozenset[str] = frozenset()  # the pods whose call it may be; none: not known yet
+    chips: frozenset[str] = frozenset()  # in their answers
 
-    @property
-    def directories(self) -> frozenset[str]:
-        """Return the hugepage directories of these holds, which are not emptied for it."""
-        return frozenset().union(*(state.hold.directories for state in self.callers))
+
+class SavedHolds(NamedTuple):
+    """What the last daemon of this boot has left."""
+
+    holds: Sequence[Hold] = ()
+    allowed: Mapping[str, float] = {}  # see HoldBook
 
 
 class HoldBook:
-    """The holds of this host: from answers, from checkpoints, and from the last daemon.
+    """The holds of this host, and the starts that were allowed.
 
-    refresh() reads the checkpoint and lists the pods' cgroups. Whether these have processes is read
-    on demand. Times are seconds of the monotonic clock.
+    Times are seconds of the monotonic clock. The rules were explored as a model, with writings of
+    the checkpoint that are late, lost or overtaken by older ones. Whoever changes one changes the
+    walk over holds first, which the tests have.
     """
 
-    def __init__(self, settings: Settings, saved: Iterable[HoldState]) -> None:
-        """`saved`: the states of the last daemon of this boot."""
-        self.checkpoint_stamp: FileStamp | None = None  # of the checkpoint that was read last
+    def __init__(self, settings: Settings, saved: SavedHolds) -> None:
+        self.cgroups = Cgroups(settings)
         self.has_read = False  # a checkpoint was parsed
         self.problem: str | None = None  # why the present checkpoint cannot be used
-        self.unreadable: Sequence[str] = ()  # its entries that cannot be read
-        self.names: dict[str, str] = {}  # "namespace/name" by UID
+        self.registered: Mapping[str, Any] = {}  # see Checkpoint
 
         self._path = f"{settings.device_plugin_dir}/{CHECKPOINT}"
-        self._domain = ""  # for which the checkpoint was read
-        self._cgroups = Cgroups(settings)
-        self._is_stale = True  # cgroups must be listed; stays so while that fails
-        self._new_entries: Sequence[Hold] | None = None  # the checkpoint's; no state has them yet
-        self._strange: Mapping[str, DeviceIds] = {}  # see strange_ids()
-        # In the order in which they were answered, then named or found.
-        self._states: dict[HoldKey, HoldState] = {state.hold.key: state for state in saved}
+        self._stamp: FileStamp | None = None  # of the checkpoint that was read last
+        # Those in the checkpoint, and those that were, while their pod has a cgroup.
+        self._holds: dict[HoldKey, Hold] = {hold.key: hold for hold in saved.holds}
+        self._written: Collection[HoldKey] = ()  # those in the checkpoint
+        self._answers: dict[str, Answer] = {}  # by token, the newest last
+        self._allowed = dict(saved.allowed)  # when the last start was allowed, by pod
+        self._streams = 0  # open ListAndWatch streams
+        self._connected_since = inf  # since when there was always one
 
-    def refresh(self, now: float, domain: str, *, look: bool) -> None:
-        """Read the checkpoint if it has changed; then, or if `look`, list the pods' cgroups.
+    def refresh(self, now: float, *, look: bool) -> bool:
+        """Read the checkpoint if it has changed; then, or to `look`, list the pods' cgroups.
 
-        Raises OSError; the next call does it all then.
+        Returns whether these were listed. Raises OSError; the next call does it all then.
         """
-        self._read_checkpoint(domain)
-        self._is_stale |= look or self._new_entries is not None
-        if self._is_stale:
-            # Cgroups first: of a new entry's pod it matters whether it has one.
-            self._cgroups.refresh()
-            if self._new_entries is not None:
-                self._take_entries(self._new_entries, now)
-            self._follow(now)
-            self._is_stale, self._new_entries = False, None
-
-    def _read_checkpoint(self, domain: str) -> None:
-        """Read the checkpoint if it has changed; raises OSError."""
         stamp = file_stamp(self._path)
-        # A missing one stays as it is: no kubelet has written one yet, or it has disappeared.
-        if stamp == self.checkpoint_stamp and (stamp is None or domain == self._domain):
-            return
+        if stamp == self._stamp and not look:
+            return False
 
-        checkpoint = self._parse_checkpoint(domain)
-        self.checkpoint_stamp, self._domain = stamp, domain
-        if checkpoint is None:
-            return
+        # Cgroups first: of a new entry's pod it matters whether it has one.
+        self.cgroups.refresh()
+        if stamp != self._stamp:
+            if checkpoint := self._read_checkpoint():
+                self._take(checkpoint, now)
+            self._stamp = stamp
+        self._follow(now)
+        return True
 
-        if self.problem:
-            log.info("%s can be read again", self._path)
-        for entry in checkpoint.unreadable:
-            if entry not in self.unreadable:
-                log.warning("%s: cannot read the entry of %s", self._path, entry)
-        self._strange = strange_ids(checkpoint.registered)
-        self.problem, self.unreadable = None, checkpoint.unreadable
-        self.has_read = True
-        self._new_entries = checkpoint.holds
-
-    def _parse_checkpoint(self, domain: str) -> Checkpoint | None:
+    def _read_checkpoint(self) -> Checkpoint | None:
         """Return the present checkpoint, None if it cannot be used; raises OSError."""
         try:
-            return parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX), domain)
+            checkpoint = parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX))
         except FileNotFoundError:
-            self._note_problem("has disappeared", "the kubelet has forgotten its pods")
+            self.problem = f"{CHECKPOINT} has disappeared: the kubelet has forgotten its pods"
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in OWN_ERRORS:
                 raise
-            self._note_problem("cannot be read", str(error))
+            self.problem = f"{CHECKPOINT} cannot be read: {printable(str(error))}"
+        else:
+            self.problem = None
+            self.has_read = True
+            return checkpoint
         return None
 
-    def _note_problem(self, what: str, why: str) -> None:
-        """Record that the checkpoint cannot be used, and log that once."""
-        if self.problem is None:
-            log.warning("%s %s (%s); its last content stays in use", self._path, what, why)
-        self.problem = f"{CHECKPOINT} {what}"
-        self._strange = {}  # the present registrations are not known
+    def _take(self, checkpoint: Checkpoint, now: float) -> None:
+        """Bring the holds in line with the checkpoint."""
+        for key, hold in checkpoint.holds.items():
+            if key in self._holds:
+                continue
+            if answer := self._answers.get(hold.token):
+                answer.is_written = True
+            elif self.cgroups.exists(hold.pod):  # a container may have been started
+                self._allowed.setdefault(hold.pod, now)
 
-    def _take_entries(self, entries: Iterable[Hold], now: float) -> None:
-        """Bring the states in line with the checkpoint's entries."""
-        present = {hold.key: hold for hold in entries}
-        for key, hold in present.items():
-            if key not in self._states:
-                self._states[key] = self._take_unnamed(hold) or self._found(hold)
-            self._states[key].hold = hold
-            self._states[key].is_in_checkpoint = True
-
-        for key, state in self._states.items():
-            if state.is_in_checkpoint and key not in present:
-                state.is_in_checkpoint = False
-                state.left_at = now
-
-    def _take_unnamed(self, hold: Hold) -> HoldState | None:
-        """Take out the state of an answer that a checkpoint names for the first time."""
-        return self._states.pop(("", "", hold.resource, hold.name), None) if hold.name else None
-
-    def _found(self, hold: Hold) -> HoldState:
-        """Return the state of a hold that this daemon and the last one have not answered.
-
-        If its pod's cgroup exists, a container may have started.
-        """
-        start = Start.SEEN if self._cgroups.exists(hold.pod) else Start.NONE
-        return HoldState(hold, start=start)
+        self._holds |= checkpoint.holds
+        self._written = checkpoint.holds.keys()
+        self.registered = checkpoint.registered
 
     def _follow(self, now: float) -> None:
-        """Note the progress of pods and starts, and drop the states that no longer matter."""
-        for state in self._states.values():
-            pod = state.hold.pod
-            if not state.cgroup_seen:
-                state.cgroup_seen = self._cgroups.exists(pod)
-            if state.start is Start.AWAITED and self._is_start_over(state, now):
-                state.start = Start.SEEN
+        """Drop what has ended with a pod's cgroup, and answers that are old."""
+        exists = self.cgroups.exists
+        self._allowed = {pod: at for pod, at in self._allowed.items() if exists(pod)}
+        self._holds = {
+            key: hold
+            for key, hold in self._holds.items()
+            if key in self._written or exists(hold.pod)
+        }
 
-            # Most ends are noted by note_ended_pods(). That of a pod without an entry or a cgroup
-            # is noted at once: a static pod comes back under its UID, and would seem to have run
-            # on.
-            if not (state.is_in_checkpoint and self._cgroups.exists(pod)):
-                self._note_end(state)
-        self._note_given_again()
+        coming = set()  # the tokens of answers of which the pod's cgroup is to come
+        for hold in self._holds.values():
+            if answer := self._answers.get(hold.token):
+                answer.cgroup_seen |= exists(hold.pod)
+                if not answer.cgroup_seen:
+                    coming.add(hold.token)
+        self._answers = {
+            token: answer
+            for token, answer in self._answers.items()
+            if token in coming or now - answer.at < WRITTEN_WITHIN
+        }
 
-        # A hold that is not current keeps its state while its entry is in the checkpoint, or can
-        # return to it: without the state, the next refresh would take a pod that has ended for one
-        # whose cgroup does not exist yet. A recent hold keeps it because it may have used a
-        # directory that another recent answer names: see directory_for().
-        kept = {}
-        for key, state in self._states.items():
-            was_there = state.is_in_checkpoint or now - state.left_at < MISSING_FOR
-            if was_there or state.is_recent(now) or self.is_current(state, now):
-                kept[key] = state
-        self._states = kept
+    def note_stream(self, *, is_open: bool) -> None:
+        """Note that a ListAndWatch stream has been opened or has ended: a kubelet is connected."""
+        self._streams += 1 if is_open else -1
+        if self._streams == 0:
+            self._connected_since = inf
+        elif self._streams == 1 and is_open:
+            self._connected_since = monotonic()
 
-        pods = {state.hold.pod for state in self._states.values()}
-        self.names = {pod: name for pod, name in self.names.items() if pod in pods}
+    def is_current(self, hold: Hold, now: float) -> bool:
+        """Return whether a hold still has its chips: see the table at the head of this chapter."""
+        if hold.key not in self._written:
+            return self.runs(hold.pod, now)
+        if self.cgroups.exists(hold.pod):
+            return True
 
-    def _note_given_again(self) -> None:
-        """Note the end of containers that were given other devices since: they run on those.
+        # Kubelets admit pods before they make their cgroups: minutes, if the network is not ready.
+        answer = self._answers.get(hold.token)
+        is_to_come = answer is not None and not answer.cgroup_seen
+        # Only a kubelet ends pods. Their cgroups also go by `systemctl stop kubepods.slice`, a soft
+        # reboot, and a restart of a system container.
+        has_no_kubelet = now - self._connected_since < STARTED_WITHIN
+        return is_to_come or has_no_kubelet or not self.cgroups.have_roots
 
-        Their pod is static, and has come back under its UID; or the kubelet has lost its
-        checkpoint, and allocates again for a container that it starts again.
+    def current(self, now: float) -> list[Hold]:
+        """Return the current holds."""
+        return [hold for hold in self._holds.values() if self.is_current(hold, now)]
+
+    def runs(self, pod: str, now: float) -> bool:
+        """Return whether a pod runs on its chips: see the head of this chapter.
+
+        Without a pause process (CRI-O) a pod has no process until its container is created, also if
+        another container of it ends just then.
         """
-        states = self._states.values()
-        left = [state for state in states if state.has_left and state.start is not Start.NONE]
-        if not left:
-            return  # as mostly: what follows costs more
+        allowed_at = self._allowed.get(pod)
+        if allowed_at is None or not self.cgroups.exists(pod):
+            return False
+        return now - allowed_at < STARTED_WITHIN or self.cgroups.is_populated(pod)
 
-        given_at: dict[tuple[str, str, str], float] = defaultdict(float)  # the last time
-        for state in states:
-            container = state.hold.key[:3]
-            given_at[container] = max(given_at[container], state.answered_at)
-        for state in left:
-            if state.answered_at < given_at[state.hold.key[:3]]:
-                state.start = Start.OVER
+    def has_no_processes(self, now: float) -> bool:
+        """Return whether pods were started long ago, and none of them has a process.
 
-    def _is_start_over(self, state: HoldState, now: float) -> bool:
-        """Return whether the container of an awaited start was seen, or will not come."""
-        if now - state.allowed_at > CREATED_WITHIN:
+        Then kubelet and runtime have different cgroup drivers, or the pods' cgroups are not found.
+        """
+        if self._streams and not self.cgroups.have_roots:
             return True
-
-        pod = state.hold.pod
-        if not pod:
-            return False  # its cgroup cannot be found yet
-        if not self._cgroups.exists(pod):
-            return True
-        new = self._cgroups.containers(pod) - state.containers
-        return self._cgroups.has_populated_one(pod, new)
-
-    def note_ended_pods(self) -> None:
-        """Note which pods have an empty cgroup now. It is read for each, so not at each refresh."""
-        for state in self._states.values():
-            self._note_end(state)
-
-    def _note_end(self, state: HoldState) -> None:
-        """Note that a pod has ended, if its containers were started and its cgroup is empty."""
-        pod = state.hold.pod
-        if state.start is Start.SEEN and pod and not self._cgroups.is_populated(pod):
-            state.start = Start.OVER
+        pods = [pod for pod, at in self._allowed.items() if now - at >= STARTED_WITHIN]
+        return bool(pods) and not any(map(self.cgroups.is_populated, pods))
 
     def add(self, hold: Hold, now: float) -> None:
-        """Add an answer that is given now.
+        """Add an answer that is given now."""
+        self._answers[hold.token] = Answer(hold, now)
 
-        Kubelets write a checkpoint after each answer, so only a tool that asks for the same IDs
-        again and again has many that none names. The oldest of these are dropped.
+    def _newest_answer(self, resource: str, ids: frozenset[str], now: float) -> Answer | None:
+        """Return the last answer for exactly these IDs, if kubelets may not have written it yet."""
+        for answer in reversed(self._answers.values()):
+            if answer.hold.is_for(resource, ids):
+                return answer if now - answer.at < WRITTEN_WITHIN else None
+        return None
+
+    def blockers(self, call: Call, now: float) -> list[Hold] | None:
+        """Return the holds whose pods must end before a start, None while the callers are unknown.
+
+        Raises RequestError if the call can never be allowed. If one pod is the caller, its own
+        containers do not count: the start is that of its next one, or a restart. If several pods
+        have the IDs (kubernetes #137534), none of them may run.
         """
-        unnamed = []  # in the order in which they were answered
-        for key, state in self._states.items():
-            is_same = state.hold.is_for(hold.resource, hold.ids)
-            if is_same and not state.hold.pod and state.start is Start.NONE:
-                unnamed.append(key)
+        entries = [
+            hold
+            for key, hold in self._holds.items()
+            if key in self._written and hold.is_for(call.resource, call.ids)
+        ]
+        if not call.callers:
+            self._find_callers(call, entries, now)
+        elif call.callers.isdisjoint(hold.pod for hold in entries):
+            raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
+        if not call.callers:
+            return None
 
-        while len(unnamed) >= UNNAMED_MAX:
-            del self._states[unnamed.pop(0)]
-        self._states[hold.key] = HoldState(hold, answered_at=now)
-
-    def is_current(self, state: HoldState, now: float) -> bool:
-        """Return whether a hold still has its chips: see the table at the head of this chapter."""
-        if state.is_in_checkpoint or state.is_recent(now):
-            return not state.cgroup_seen or self._cgroups.exists(state.hold.pod)
-        return self.runs(state)
-
-    def current(self, now: float) -> tuple[Hold, ...]:
-        """Return the current holds."""
-        states = self._states.values()
-        return tuple(state.hold for state in states if self.is_current(state, now))
-
-    def runs(self, state: HoldState) -> bool:
-        """Return whether the pod of a hold runs on its chips.
-
-        It does from the first allowed start of one of its containers with these chips until its
-        cgroup is empty; after that, only a new allowed start makes it run again. From each allowed
-        start until the new container's cgroup was seen populated (at most CREATED_WITHIN), the pod
-        counts as not empty: without a pause process (CRI-O) it has no process meanwhile. Of another
-        plugin's holds no start is seen, so that the processes decide alone.
-        """
-        pod = state.hold.pod
-        if not pod:
-            return state.start is Start.AWAITED
-
-        if not state.hold.is_ours:
-            return self._cgroups.is_populated(pod)
-        if state.start is Start.AWAITED:
-            return self._cgroups.exists(pod)
-        return state.start is Start.SEEN and self._cgroups.is_populated(pod)
-
-    @property
-    def is_awaiting_containers(self) -> bool:
-        return any(state.start is Start.AWAITED for state in self._states.values())
-
-    def call(self, resource: str, ids: DeviceIds, chips: ChipAddresses, now: float) -> Call:
-        """Return a PreStartContainer call that comes now, with its possible callers.
-
-        These are all holds of exactly these IDs that may call. If several have left the checkpoint,
-        only the last answer is one: the kubelet has given the IDs away since the others.
-        """
-        callers = []
-        for state in self._states.values():
-            if state.hold.is_for(resource, ids) and self._may_call(state, now, now):
-                callers.append(state)
-
-        last = max((state.answered_at for state in callers), default=0.0)
-        callers = [state for state in callers if not state.has_left or state.answered_at == last]
-        return Call(resource, ids, chips, callers, now)
-
-    def _may_call(self, state: HoldState, came_at: float, now: float) -> bool:
-        """Return whether a PreStartContainer call that came then can be that of a hold's container.
-
-        It can be while the hold is current, unless the pod was refused. A hold that leaves the
-        checkpoint during the call has lost its pod: it was deleted.
-        """
-        if not state.has_left:
-            return self.is_current(state, now) and not self._was_refused(state)
-
-        # The kubelet calls for a recent answer also while an older checkpoint is the last that was
-        # written. The entry is then missing already when the call comes.
-        was_missing = state.left_at < came_at
-        if was_missing and state.is_recent(came_at):
-            return self.is_current(state, now)
-
-        # An entry that has just left can return.
-        return now - state.left_at < MISSING_FOR
-
-    def _was_refused(self, state: HoldState) -> bool:
-        """Return whether the kubelet has refused the pod of an answer, at another resource.
-
-        It admits one pod after the other. So a checkpoint with a later answer would name this one,
-        too, if the kubelet still had it.
-        """
-        if state.hold.pod:
-            return False
-        states = self._states.values()
-        return any(each.hold.pod and each.answered_at > state.answered_at for each in states)
-
-    def was_deleted(self, call: Call, now: float) -> bool:
-        """Return whether the pod of a call was deleted: none of its callers may call any more."""
-        remaining = [each for each in call.callers if self._may_call(each, call.came_at, now)]
-        return bool(call.callers) and not remaining
-
-    def waits_for(self, call: Call, holds: Iterable[Hold]) -> list[Hold]:
-        """Return the holds for whose pods' end a start must wait; none if it is allowed.
-
-        It waits while another pod runs on one of the chips without sharing them. `holds`: the
-        current ones. If only one pod can be the caller, its own containers do not count: the start
-        is that of its next one, or a restart.
-        """
-        pods = {state.pod_key for state in call.callers}
-        own_pod = pods if len(pods) == 1 else set()
-
-        running = []
-        for hold in holds:
-            if call.chips.isdisjoint(hold.chips) or hold.shares_device(call.resource, call.ids):
+        own = call.callers if len(call.callers) == 1 else frozenset()
+        found = []
+        for hold in self._holds.values():
+            if hold.pod in own or hold.chips.isdisjoint(call.chips):
                 continue
-            state = self._states[hold.key]
-            if self.runs(state) and state.pod_key not in own_pod:
-                running.append(hold)
-        return running
+            if not hold.shares_device(call.resource, call.ids) and self.runs(hold.pod, now):
+                found.append(hold)
+        return found
+
+    def _find_callers(self, call: Call, entries: Sequence[Hold], now: float) -> None:
+        """Set the callers, and their chips, if they are known now; raises RequestError.
+
+        Kubelets write late, and older writings land after newer ones: they are not known while the
+        checkpoint lacks the newest answer. Their chips are those in their answers, as the present
+        list can have the ID for others.
+        """
+        newest = self._newest_answer(call.resource, call.ids, now)
+        if newest and newest.at > call.came_at:
+            text = "the device was given to another pod meanwhile"
+            raise RequestError(Status.FAILED_PRECONDITION, text)
+
+        is_up_to_date = not newest or newest.hold.token in {hold.token for hold in entries}
+        if is_up_to_date:
+            has_cgroup = self.cgroups.exists if self.cgroups.have_roots else bool
+            own = [hold for hold in entries if has_cgroup(hold.pod)]
+            call.callers = frozenset(hold.pod for hold in own)
+            call.chips = frozenset().union(*(hold.chips for hold in own))
 
     def allow(self, call: Call, now: float) -> None:
-        """Note that a start is allowed: it counts for all possible callers."""
-        for caller in call.callers:
-            # One that was deleted and dropped during the call can be the one that starts.
-            state = self._states.setdefault(caller.hold.key, caller)
-            state.start = Start.AWAITED
-            state.allowed_at = now
-            state.containers = self._cgroups.containers(state.hold.pod)
+        """Note that a start is allowed: it counts for all callers."""
+        self._allowed |= dict.fromkeys(call.callers, now)
+        for answer in self._answers.values():
+            answer.is_used |= answer.hold.is_for(call.resource, call.ids)
 
-    def forgotten_ids(self, resource: str, holds: Iterable[Hold]) -> DeviceIds:
-        """Return IDs that the kubelet takes for free though a pod runs on them.
+    def forgotten_chips(self, now: float) -> frozenset[str]:
+        """Return chips that the kubelet takes for free though a pod runs on them.
 
-        It was deleted by force, or the kubelet has lost its checkpoint.
+        The pod was deleted by force, or the kubelet has lost its checkpoint.
         """
-        found: set[str] = set()
-        for hold in holds:
-            state = self._states[hold.key]
-            if hold.resource == resource and not state.is_in_checkpoint and self.runs(state):
-                found |= hold.ids
-        return frozenset(found)
+        left = [hold for key, hold in self._holds.items() if key not in self._written]
+        return frozenset(chain(*(hold.chips for hold in left if self.runs(hold.pod, now))))
 
-    def other_plugins(self, holds: Iterable[Hold]) -> set[str]:
-        """Return the resources under whose name another plugin has registered.
+    def unwritten(self, now: float) -> list[Hold]:
+        """Return answers that no checkpoint has named yet: they keep their directories."""
+        found = []
+        for answer in self._answers.values():
+            is_young = now - answer.at < WRITTEN_WITHIN
+            if is_young and not answer.is_written and not answer.is_used:
+                found.append(answer.hold)
+        return found
 
-        The kubelet takes IDs for healthy that are neither possible here nor a hold's.
-        """
-        if not self._strange:
-            return set()
-        held: dict[str, set[str]] = defaultdict(set)
-        for hold in holds:
-            held[hold.resource] |= hold.ids
-        return {name for name, ids in self._strange.items() if not ids <= held[name]}
-
-    def apply_names(self, listed: PodNames, asked: Collection[HoldKey]) -> None:
-        """Record the names of pods, as the kubelet has listed them when these holds were current.
-
-        It lists who has a device now. If a pod was deleted by force, that can be the next one,
-        while the checkpoint does not have it yet, or has it only since the kubelet was asked. So a
-        known name stays, and an ID that was given away since the checkpoint's answer has no name.
-        """
-        pods = defaultdict(set)  # of the checkpoint, by resource, ID and container
-        last_holds: dict[tuple[str, str], Hold] = {}  # of the last answer with each ID
-        for state in sorted(self._states.values(), key=lambda state: state.answered_at):
-            hold = state.hold
-            for device_id in hold.ids:
-                last_holds[hold.resource, device_id] = hold
-                if state.is_in_checkpoint:
-                    pods[hold.resource, device_id, hold.container].add(hold.pod)
-
-        names = dict(self.names)
-        for (resource, device_id, container), holders in pods.items():
-            # If several pods have the ID, the names of all others must be known.
-            unnamed = holders - names.keys()
-            taken = {names[pod] for pod in holders - unnamed}
-            possible = {*listed.get((resource, device_id, container), ())} - taken
-            if len(unnamed) != 1 or len(possible) != 1:
-                continue
-
-            # It is this pod's if the ID was given to it last, before the kubelet was asked.
-            (pod,) = unnamed
-            last = last_holds.get((resource, device_id))
-            if last and last.pod == pod and last.key in asked:
-                (names[pod],) = possible
-        self.names = names
-
-    def to_saved(self) -> list[Json]:
-        return [state.to_saved() for state in self._states.values()]
-
-    def directory_for(self, hold: Hold, now: float) -> str | None:
-        """Return the name of an existing hugepage directory for a new answer; None: a new one.
+    def hugepages_for(self, resource: str, ids: frozenset[str], now: float) -> str | None:
+        """Return the name of existing hugepage directories for a new answer; None: new ones.
 
         The kubelet gives an init container's IDs to the pod's other containers, too, each with an
-        Allocate, before any of them starts. So an answer for the same IDs as a recent one has its
-        directory, if nobody can have used that.
+        Allocate, before any of them starts; the node has pages for one of them. Containers on a
+        shared device have one directory.
         """
-        if all(map(is_replica, hold.ids)):
-            return self._shared_directory(hold, now)
+        if all(map(is_replica, ids)):
+            holds = [*self.current(now), *self.unwritten(now)]
+            names = [hold.hugepages for hold in holds if hold.shares_device(resource, ids)]
+            return next(filter(None, names), None)
 
-        used: set[str] = set()
-        for state in self._states.values():
-            if state.cgroup_seen or state.start is not Start.NONE:
-                used.update(state.hold.directories)
+        newest = self._newest_answer(resource, ids, now)
+        if newest is None or newest.is_used:
+            return None
+        name = newest.hold.hugepages
+        others = [hold.pod for hold in self._holds.values() if hold.hugepages == name]
+        return None if any(map(self.cgroups.exists, others)) else name
 
-        for state in reversed(self._states.values()):
-            is_same = state.hold.is_for(hold.resource, hold.ids)
-            is_unused = used.isdisjoint(state.hold.directories)
-            if is_same and state.is_recent(now) and is_unused and state.hold.directories:
-                return basename(state.hold.directories[0])
-        return None
+    def to_saved(self) -> Json:
+        """Return what the next daemon of this boot cannot read again."""
+        holds = []
+        for hold in self._holds.values():
+            if hold.pod in self._allowed:
+                saved = hold._asdict()
+                holds.append(saved | {"ids": sorted(hold.ids), "chips": sorted(hold.chips)})
+        return {"holds": holds, "allowed": self._allowed}
 
-    def _shared_directory(self, hold: Hold, now: float) -> str | None:
-        """Return the name of the directory that containers on a shared device have in common."""
-        for device_id in sorted(hold.ids):
-            for state in self._states.values():
-                shares = state.hold.shares_device(hold.resource, [device_id])
-                if shares and state.hold.directories and self.is_current(state, now):
-                    return basename(state.hold.directories[0])
-        return None
 
-    def left_behind(self, call: Call, holds: Iterable[Hold]) -> set[str]:
-        """Return the hugepage directories that must be emptied before a start.
-
-        A pod that was killed leaves its files, and with them the pages that its successor needs;
-        and the kubelet gives its chips away before its cgroup is removed. So the result has the
-        directories of holds of the call's chips, unless a running pod, a hold of other chips, or a
-        possible caller has them as well. `holds`: the current ones.
-        """
-        found: set[str] = set()
-        kept = {*call.directories}
-        for hold in holds:
-            has_other_chips = call.chips.isdisjoint(hold.chips)
-            if has_other_chips or self.runs(self._states[hold.key]):
-                kept.update(hold.directories)
-            else:
-                found.update(hold.directories)
-        return found - kept
+def saved_holds(saved: Json) -> SavedHolds:
+    """Return the holds of HoldBook.to_saved(). Raises OTHER_FORM."""
+    holds = []
+    for each in saved["holds"]:
+        # JSON has lists in place of sets and tuples.
+        each |= {"ids": frozenset(each["ids"]), "chips": frozenset(each["chips"])}
+        holds.append(Hold(**{**each, "directories": tuple(each["directories"])}))
+    return SavedHolds(holds, {pod: float(at) for pod, at in saved["allowed"].items()})
 
 
 # -- lists -----------------------------------------------------------------------------------------
 
 
-def name_of_pod(hold: Hold, names: Mapping[str, str]) -> str:
-    """Return the pod of a hold for messages: "namespace/name", or its UID while that is unknown."""
-    if not hold.pod:
-        return "a pod that is being admitted"
-    return names.get(hold.pod, f"pod {hold.pod}")
-
-
 def advertise(
-    offer: Offer, chips: Mapping[str, Chip], holds: Sequence[Hold], names: Mapping[str, str]
+    offer: Offer, chips: Mapping[str, Chip], holds: Iterable[Hold], names: Mapping[str, str]
 ) -> Resources:
-    """Return the resources as the kubelet gets them, by name: those of the offer, if holds fit it.
+    """Return the resources as the kubelet gets them, by name.
 
     Each ID of a hold is listed, whatever the configuration says now: kubelets 1.35 to 1.37 crash at
-    their start without it (topology_hints.go), and end the pod if it is unhealthy then. If the
-    configuration gives the ID for chips of the hold, it has their health. Otherwise it is reserved,
-    and healthy if all chips of the hold are. Every other ID is withheld while a hold has one of its
-    chips under another resource, or under an ID of another device.
+    their start without it (topology_hints.go), and end the pod if it is unhealthy then. Every other
+    ID is withheld while a hold has one of its chips under another resource, or under an ID of
+    another device. `chips`: known ones, and all chips of holds (see decide()).
     """
-    changed: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
-    held: set[tuple[str, str]] = set()  # resource and ID
+    found: dict[str, dict[str, Device]] = defaultdict(dict)  # by resource and ID
+    of_chip: dict[str, tuple[str, Device]] = {}  # resource and device, by address
+    for name, resource in offer.resources.items():
+        found[name] |= resource.devices
+        for device in resource.unique_devices:
+            of_chip |= dict.fromkeys(device.addresses, (name, device))
 
-    # The IDs of holds. If the configuration gives an ID for the same chips, it stays as it is.
+    held = {(hold.resource, device_id) for hold in holds for device_id in hold.ids}
     for hold in holds:
-        configured = offer.resources.get(hold.resource)
-        if not hold.is_ours and not configured:
-            continue  # another plugin's resource, under a name that is not one of ours
-        for device_id in sorted(hold.ids):
-            held.add((hold.resource, device_id))
-            device = configured.devices.get(device_id) if configured else None
-            # After a reboot, a board is incomplete until its chips report their serial number.
-            is_given = device and device.addresses <= hold.chips and not device.incomplete
-            if not is_given:
-                changed[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
-
-    # Other IDs that the configuration gives for chips of holds.
-    for hold in holds:
-        for bdf in hold.chips & offer.by_chip.keys():
-            resource, ids = offer.by_chip[bdf]
-            if hold.shares_device(resource.name, ids[:1]):  # as for the device's other replicas
+        for address in hold.chips & of_chip.keys():
+            name, device = of_chip[address]
+            if hold.shares_device(name, device.ids[:1]):  # so with all of its replicas
                 continue
-            for device_id in ids:
-                if (resource.name, device_id) not in held:
-                    device = _withheld_device(resource.devices[device_id], hold, names)
-                    changed[resource.name][device_id] = device
+            holder = name_of_pod(hold.pod, names)
+            ids = ", ".join(sorted(hold.ids))
+            text = f"held until {holder} ends (as {hold.resource} {ids})"
+            withheld = device._replace(withheld=text, holder=holder)
+            others = [each for each in device.ids if (name, each) not in held]
+            found[name] |= dict.fromkeys(others, withheld)
 
-    if not changed:
-        return offer.resources
-    found = dict(offer.resources)
-    for name in sorted(changed):
-        resource = found.get(name) or Resource(name, {})
-        found[name] = replace(resource, devices={**resource.devices, **changed[name]})
-    return found
+        for device_id in hold.ids:
+            given = found[hold.resource].get(device_id)
+            # After a reboot, a board is incomplete until its chips report their serial number.
+            if not given or not given.addresses <= hold.chips or given.incomplete:
+                found[hold.resource][device_id] = _reserved_device(device_id, hold, chips)
+
+    empty = Resource("", {})
+    return {
+        name: replace(offer.resources.get(name, empty), name=name, devices=devices)
+        for name, devices in sorted(found.items())
+    }
 
 
 def _reserved_device(device_id: str, hold: Hold, chips: Mapping[str, Chip]) -> Device:
-    """Return the device of an ID that only a hold gives.
-
-    `chips`: known ones, and all chips of holds (see decide()).
-    """
-    members = tuple(chips[bdf] for bdf in sorted(hold.chips, key=address_numbers))
-    place = Place(device_id)
-    return Device(without_replica(device_id), members, place, len(members), is_reserved=True)
-
-
-def _withheld_device(device: Device, hold: Hold, names: Mapping[str, str]) -> Device:
-    """Return a device as the kubelet gets it while a pod holds its chips by another ID."""
-    holder = name_of_pod(hold, names)
-    held_as = f"{hold.resource} {', '.join(sorted(hold.ids))}"
-    return device._replace(holder=holder, withheld=f"held until {holder} ends (as {held_as})")
+    """Return the device of an ID that only a hold gives."""
+    members = tuple(chips[address] for address in sorted(hold.chips, key=address_numbers))
+    device = Device(without_replica(device_id), members, Place(device_id), len(members))
+    return device._replace(ids=(device_id,), is_reserved=True)
 
 
 # -- directories -----------------------------------------------------------------------------------
 #
 # tt-umd opens hugepage files with fixed names, mode 0666 (hugepage.cpp). So containers that have
 # the host's directory open each other's, and the files of a pod that was killed stay there, with
-# their pages. With hugepages = "private" each container has its own directory, with a name that
-# never was there before: its pages are clean from the beginning, and processes of a former pod
-# cannot reach them. It exists while a current hold names it. What a container has left in it can be
-# anything: nothing here follows a link, or depends on how deep or how large it is.
-
-STEPS = 1000  # files that are removed at a time: about 10 ms
-STEPS_TAKE = 0.01  # seconds after which none is begun: a file of 1 GiB in memory takes 0.1 s alone
-RETRY_PAUSES = (5.0, 300.0)  # seconds until a directory that resists is tried again, growing
-
-
-class OutOfSteps(Exception):
-    """There is more to remove."""
-
-
-class RemovalSteps:
-    """How many files may be removed, and for how long, until other work goes on."""
-
-    def __init__(self, number: int = STEPS, seconds: float = inf) -> None:
-        self._number = number
-        self._deadline = monotonic() + seconds
-        self.taken = 0
-
-    def take(self) -> None:
-        """Raise OutOfSteps if none is left. One always is, so that each turn gets on."""
-        if self.taken >= self._number or (self.taken and monotonic() > self._deadline):
-            raise OutOfSteps
-        self.taken += 1
-
-
-class Resistance(NamedTuple):
-    """A directory that could not be emptied."""
-
-    reason: str
-    pause: float  # seconds
-    next_try: float  # of the monotonic clock
+# their pages. With hugepages = "private" a container has its own directory, whose name never was
+# there before. tt-umd's locks are in /dev/shm, of which containers on a shared device have one in
+# common. Both exist while a current hold names them, or an answer that is still to be written. What
+# a container has left in one can be anything.
 
 
 class Directories:
-    """The directories of holds on this host: for hugepages in each hugetlbfs, and for locks."""
+    """The directories for containers: in <hugetlbfs>/OWN_DIRECTORY and <lock_dir>/OWN_DIRECTORY."""
 
-    def __init__(self, settings: Settings, began_at: float = -inf) -> None:
-        """`began_at`: the daemon's start, in seconds of the monotonic clock."""
-        self.resisting: dict[str, Resistance] = {}  # by path
-        self._settings = settings  # only root counts, which never changes
-        self._lock_paths: set[str] = set()  # that can have locks in them
-        self._tried_at: dict[str, float] = {}  # by path
-        self._began_at = began_at
-        self._made: set[str] = set()  # paths that were not there before
+    def __init__(self) -> None:
+        self.problems: dict[str, Problem] = {}  # by path, at the last poll
+        self.unremoved: Problem | None = None
+        self._removal: asyncio.Task[None] | None = None  # at most one at a time
 
-    def make_for_hugepages(self, name: str, hugetlbfs: Iterable[Mount]) -> list[Mount]:
-        """Make a directory of this name in each of these hugetlbfs; raises OSError."""
+    def make_for_hugepages(self, name: str, settings: Settings) -> list[Mount]:
+        """Make a directory of this name in each hugetlbfs in which that is possible."""
         mounts = []
-        for mount in hugetlbfs:
-            path = f"{mount.host}/{OWN_DIRECTORY}/{name}"
-            self._note_new(path)
-            _make_hugepage_directory(path)
-            mounts.append(Mount(path, mount.container))
+        for hugetlbfs in hugetlbfs_mounts(settings):
+            path = f"{hugetlbfs.host}/{OWN_DIRECTORY}/{name}"
+            # DPDK's and libvirt's belong to others; behind an IOMMU pods do without.
+            with self._noting_problem(dirname(path), "FAIL"):
+                make_directory(path, HUGEPAGES_MODE)
+                mounts.append(Mount(path, hugetlbfs.container))
         return mounts
 
-    def make_for_locks(self, path: str) -> None:
-        """Make a directory in which containers can remove only their own locks; raises OSError."""
-        self._lock_paths.add(path)
-        self._note_new(path)
-        parent = dirname(path)
-        with _naming(parent):
-            if not os.path.lexists(parent):
-                _make_directory(parent, 0o755)
-            _check_lock_dir(parent)
-        with _naming(path), _opened_directory(parent) as directory:
-            _make_directory(path, 0o1777, directory)
-
-    def _note_new(self, path: str) -> None:
-        """Note a path that is about to be made, unless it exists."""
-        if not os.path.lexists(path):
-            self._made.add(path)
-
-    def note_locks(self, path: str) -> None:
-        """Have a directory for locks emptied once no current hold names it, whoever has made it."""
-        if path != SHM:  # the host's own
-            self._lock_paths.add(path)
-
-    def put_right(self, hold: Hold) -> None:
-        """Make the missing directories of a hold, with their modes; raises OSError.
-
-        Runtimes resolve the paths of an answer each time that they create a container.
-        """
-        for path in hold.directories:
-            if not _is_directory(path, 0o777):
-                # Without its hugetlbfs, the pages would be ordinary files.
-                own = [f"{each.host}/{OWN_DIRECTORY}" for each in hugetlbfs_mounts(self._settings)]
-                if dirname(path) in own:
-                    _make_hugepage_directory(path)
-
-        if hold.locks:
-            self._lock_paths.add(hold.locks)
-            if not _is_directory(hold.locks, 0o1777):
-                self.make_for_locks(hold.locks)
-
-    def unnamed(self, holds: Iterable[Hold], now: float) -> set[str]:
-        """Return the directories that no current hold names; raises OSError.
-
-        In the daemon's first WRITTEN_WITHIN seconds only its own are returned: answers of the
-        daemon before it may not be in the checkpoint yet.
-        """
-        present = {*self._hugepage_paths(), *self._lock_paths}
-        self._forget_all_but(present)
-        if now - self._began_at < WRITTEN_WITHIN:
-            present &= self._made
-
-        named: set[str] = set()
-        for hold in holds:
-            named.update(hold.directories)
-            if hold.locks:
-                named.add(hold.locks)
-
-        unnamed = present - named
-        if not unnamed:
-            return unnamed  # as mostly: what follows costs more
-
-        # One directory can have two paths: /dev/hugepages-1G can be a bind mount of /dev/hugepages.
-        parents = {dirname(path) for path in unnamed | named}
-        identities = {parent: _file_identity(parent) for parent in parents}
-        in_use = {(identities[dirname(path)], basename(path)) for path in named}
-        return {
-            path for path in unnamed if (identities[dirname(path)], basename(path)) not in in_use
-        }
-
-    def _forget_all_but(self, present: set[str]) -> None:
-        """Drop what is recorded of other paths, which do not exist any more."""
-        self._made &= present
-        for by_path in (self.resisting, self._tried_at):
-            for path in by_path.keys() - present:
-                del by_path[path]
-
-    def clear(
-        self,
-        unnamed: Collection[str],
-        left_behind: Collection[str],
-        now: float,
-        steps: RemovalSteps,
-    ) -> None:
-        """Remove these directories, and empty those that are left behind; raises OutOfSteps.
-
-        One that resists keeps nothing else from being removed. It is tried again later, or for the
-        container that starts with it.
-        """
-        paths = {*unnamed, *left_behind}
-        # The directory that took all steps of the last time comes last.
-        for path in sorted(paths, key=lambda path: (self._tried_at.get(path, 0.0), path)):
-            is_due = path not in self.resisting or now >= self.resisting[path].next_try
-            if is_due or path in left_behind:
-                self._tried_at[path] = now
-                self._clear(path, now, steps, is_kept=path in left_behind)
-
-    def problems(self, holds: Iterable[Hold]) -> dict[str, Reason]:
-        """Return why directories could not be emptied, by path. `holds`: the current ones."""
-        found = {}
-        named = set(chain(*(hold.directories for hold in holds)))
-        for path, each in self.resisting.items():
-            # One that no hold names is never used again, so that the command cannot hurt.
-            is_over = basename(dirname(path)) == OWN_DIRECTORY and path not in named
-            command = f"rm -rf --one-file-system {shlex.quote(path)}" if is_over else ""
-            found[path] = Reason(each.reason, command)
-        return found
-
-    def _hugepage_paths(self) -> Iterator[str]:
-        """Yield all that is in our directory of each hugetlbfs; raises OSError."""
-        for hugetlbfs in hugetlbfs_mounts(self._settings):
-            parent = f"{hugetlbfs.host}/{OWN_DIRECTORY}"
-            # In a missing directory, or another user's, there is nothing for us to remove.
-            unusable = (FileNotFoundError, NotADirectoryError, PermissionError)
-            with suppress(*unusable), _opened_own_directory(parent) as directory:
-                for name in os.listdir(directory):
-                    yield f"{parent}/{name}"
-
-    def _clear(self, path: str, now: float, steps: RemovalSteps, *, is_kept: bool) -> None:
-        """Empty a directory for locks; remove one for hugepages, or empty it if it `is_kept`.
-
-        Raises OutOfSteps. A directory that resists is recorded, and logged once.
-        """
-        try:
-            if path in self._lock_paths:
-                _check_lock_dir(dirname(path))
-                with _opened_to_empty(path, 0o1777) as directory:
-                    _empty(directory, steps)
-            elif is_kept:
-                with (
-                    _opened_own_directory(dirname(path)) as parent,
-                    _opened_to_empty(path, 0o777, parent) as directory,
-                ):
-                    _empty(directory, steps)
-            else:
-                with _opened_own_directory(dirname(path)) as parent:
-                    _remove_entry(basename(path), parent, steps)
-            self.resisting.pop(path, None)
-
-        except FileNotFoundError:
-            self.resisting.pop(path, None)
-
-        except OSError as error:
-            reason = error.strerror or str(error)
-            former = self.resisting.get(path)
-            pause = min(2 * former.pause, RETRY_PAUSES[1]) if former else RETRY_PAUSES[0]
-            self.resisting[path] = Resistance(reason, pause, now + pause)
-            if former is None:
-                log.warning("%s cannot be emptied: %s", printable(path), reason)
-
-
-def _make_hugepage_directory(path: str) -> None:
-    """Make a directory that is missing, or put its mode right; raises OSError.
-
-    0777 and not sticky is the only mode in which each user of a pod can open another one's files
-    (fs.protected_regular). Only root can enter the directory around it.
-    """
-    parent = dirname(path)
-    with _naming(parent):
-        _make_directory(parent, 0o700)
-        with _opened_own_directory(parent) as directory, _naming(path):
-            _make_directory(path, 0o777, directory)
-
-
-def _check_lock_dir(path: str) -> None:
-    """Raise OSError if others than root can change a directory of lock directories.
-
-    A user who could replace one of these could redirect root. The container may own its own.
-    """
-    status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode) or not _is_roots(status) or status.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "other users can change it", path)
-
-
-def _empty(directory: int, steps: RemovalSteps) -> None:
-    """Remove all that is in an open directory, also beside what cannot be removed.
-
-    Raises OutOfSteps, or the first OSError. A tree can be deeper than there are descriptors, or
-    bytes in a path. So what a subdirectory contains is moved up beside it first, until nothing is
-    nested.
-    """
-    failures: list[OSError] = []
-    taken_before = steps.taken
-    is_flat = False
-
-    try:
-        while not is_flat:
-            is_flat = True
-            for entry in _entries(directory, steps):
-                try:
-                    if entry.is_dir(follow_symlinks=False):
-                        if _remove_if_empty(entry.name, directory):
-                            continue
-                        # This pass may not come to what is moved here.
-                        is_flat &= not _move_up(entry.name, directory, steps, failures)
-                        os.rmdir(entry.name, dir_fd=directory)
-                    else:
-                        os.unlink(entry.name, dir_fd=directory)
-                except OSError as error:
-                    failures.append(error)
-    except OutOfSteps:
-        # The next turn goes on, unless most entries resist. That is an error, and there is a pause:
-        # these would be the first again, and take all steps of each turn.
-        most_resist = 2 * len(failures) > steps.taken - taken_before
-        if not most_resist:
-            raise
-
-    if failures:
-        raise failures[0]
-
-
-def _remove_if_empty(name: str, parent: int) -> bool:
-    """Remove a directory if it is empty, and return whether it was.
-
-    Raises OSError for a mount point: what is mounted there is not for us to remove.
-    """
-    try:
-        os.rmdir(name, dir_fd=parent)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise
-        return False
-    return True
-
-
-def _move_up(name: str, parent: int, steps: RemovalSteps, failures: list[OSError]) -> bool:
-    """Remove a subdirectory's files, and move its directories to the parent.
-
-    Returns whether there were directories. What cannot be removed or moved is added to `failures`.
-    """
-    has_moved = False
-    with _opened_to_empty(name, 0o700, parent) as directory:
-        for entry in _entries(directory, steps):
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    _set_mode(entry.name, 0o700, directory)  # which a move needs, too
-                    # Its own name may exist in the parent as well.
-                    new = f"moved-{os.urandom(8).hex()}"
-                    os.rename(entry.name, new, src_dir_fd=directory, dst_dir_fd=parent)
-                    has_moved = True
-                else:
-                    os.unlink(entry.name, dir_fd=directory)
-            except OSError as error:
-                failures.append(error)
-    return has_moved
-
-
-def _entries(directory: int, steps: RemovalSteps) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of an open directory; each takes a step."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            steps.take()
-            yield entry
-
-
-def _remove_entry(name: str, parent: int, steps: RemovalSteps) -> None:
-    """Remove a directory with all that is in it, or a file; raises OSError, OutOfSteps."""
-    if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
-        os.unlink(name, dir_fd=parent)
-        return
-    if not _remove_if_empty(name, parent):
-        with _opened_to_empty(name, 0o700, parent) as directory:
-            _empty(directory, steps)
-        os.rmdir(name, dir_fd=parent)
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Put this path into an OSError that has no absolute one, as those of open directories."""
-    try:
-        yield
-    except OSError as error:
-        is_whole = isinstance(error.filename, str) and error.filename.startswith("/")
-        raise OSError(error.errno, error.strerror, error.filename if is_whole else path) from None
-
-
-def _make_directory(path: str, mode: int, parent: int | None = None) -> None:
-    """Make a directory that is missing, in an open parent, or put its mode right; raises OSError.
-
-    The umask changes the mode of a new one, and runtimes make missing ones 0755.
-    """
-    with suppress(FileExistsError):
-        os.mkdir(path if parent is None else basename(path), mode, dir_fd=parent)
-    _set_mode(path, mode, parent)
-
-
-def _set_mode(path: str, mode: int, parent: int | None = None) -> None:
-    """Set the mode of a directory, unless a container has made it its own; raises OSError."""
-    name = path if parent is None else basename(path)
-    # A container can have closed it. Root without capabilities cannot read it then.
-    with _opened_directory(name, parent, os.O_PATH) as directory:
-        status = os.fstat(directory)
-        if not _is_roots(status) or stat.S_IMODE(status.st_mode) == mode:
+    def remove_unnamed(self, named: Collection[str], settings: Settings) -> None:
+        """Begin to remove the directories that are not named, unless a removal is under way."""
+        if self._removal and not self._removal.done():
             return
+
+        unnamed = {}
+        for parent in own_directories(settings):
+            with suppress(OSError):
+                names = [each for each in os.listdir(parent) if f"{parent}/{each}" not in named]
+                if names:
+                    unnamed[parent] = names
+        self.unremoved = None if not unnamed else self.unremoved
+        self._removal = asyncio.create_task(self._remove(unnamed))
+
+    async def _remove(self, unnamed: Mapping[str, Sequence[str]]) -> None:
+        """Remove directories, given by their names in each parent."""
+        left = []
+        for parent, names in unnamed.items():
+            with suppress(OSError), opened_own_directory(parent) as directory:
+                # A container that has the host's hugetlbfs could put a link in the parent's place:
+                # rm works in the open directory. It can take minutes: a file of 1 GiB takes 0.1 s.
+                rm = await asyncio.create_subprocess_exec(
+                    *("rm", "-rf", "--one-file-system", "--", *names),
+                    cwd=f"/proc/self/fd/{directory}",
+                    stderr=subprocess.DEVNULL,
+                )
+                await rm.wait()
+                left += [f"{parent}/{name}" for name in os.listdir(directory) if name in names]
+
+        text = f"{abbreviate(sorted(left))} cannot be removed"
+        self.unremoved = Problem("directories", text) if left else None
+
+    async def removed(self, timeout: float) -> None:
+        """Wait until the removal under way has ended, but not longer."""
+        if self._removal:
+            await asyncio.wait({self._removal}, timeout=timeout)
+
+    def make_missing(self, named: Iterable[str], settings: Settings) -> None:
+        """Make the directories of holds that are missing.
+
+        Runtimes resolve the paths of an answer each time that they create a container, and make
+        missing ones 0755.
+        """
+        self.problems = {}
+        parents = own_directories(settings)
+        for parent in parents:
+            if settings.has_private_hugepages and basename(dirname(parent)) in HUGETLBFS:
+                with self._noting_problem(parent, "FAIL"):
+                    make_own_directory(parent)
+
+        for path in named:
+            if dirname(path) in parents and not os.path.lexists(path):
+                is_hugepages = basename(dirname(dirname(path))) in HUGETLBFS
+                with self._noting_problem(path, "warn"):
+                    make_directory(path, HUGEPAGES_MODE if is_hugepages else LOCKS_MODE)
+
+    @contextmanager
+    def _noting_problem(self, path: str, level: str) -> Iterator[None]:
+        """Record that a directory cannot be used."""
         try:
-            os.chmod(f"/proc/self/fd/{directory}", mode)  # fchmod() needs more than O_PATH
+            yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
+            text = f"{error.filename or path}: {error.strerror}"
+            self.problems[path] = Problem("directories", text, level=level)
 
 
-def _is_directory(path: str, mode: int) -> bool:
-    status = if_exists(os.lstat, path)
-    return bool(status and stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == mode)
+# The only mode in which each user of a pod can open another one's hugepage files
+# (fs.protected_regular). Locks can only be removed by those who made them.
+HUGEPAGES_MODE = 0o777
+LOCKS_MODE = 0o1777
 
 
-def _file_identity(path: str) -> tuple[int, int] | str:
-    """Return the device and inode of a file, the path itself if these cannot be read."""
-    with suppress(OSError):
-        status = os.lstat(path)
-        return (status.st_dev, status.st_ino)
-    return path
+def own_directories(settings: Settings) -> list[str]:
+    """Return the directories in which the daemon makes and removes directories for containers."""
+    found = [f"{settings.dev}/{name}" for name in HUGETLBFS]
+    if settings.sharing.lock_dir:
+        found.append(settings.sharing.lock_dir)
+    return [f"{path}/{OWN_DIRECTORY}" for path in found if isdir(path)]
 
 
-def _is_roots(status: os.stat_result) -> bool:
-    """Return whether root owns a file, or the daemon's user if that is another one."""
-    return status.st_uid in (0, os.geteuid())
+def make_own_directory(path: str) -> None:
+    """Make one of own_directories(), if it is missing; raises OSError."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    with opened_own_directory(path):
+        pass
+
+
+def make_directory(path: str, mode: int) -> None:
+    """Make a directory in one of own_directories(), if it is missing; raises OSError."""
+    parent, name = os.path.split(path)
+    make_own_directory(parent)
+    with opened_own_directory(parent) as directory, suppress(FileExistsError):
+        os.mkdir(name, dir_fd=directory)
+        os.chmod(name, mode, dir_fd=directory)  # whatever the umask
 
 
 @contextmanager
-def _opened_directory(
-    path: str, parent: int | None = None, access: int = os.O_RDONLY
-) -> Iterator[int]:
-    """Open a directory, but not through a link; raises OSError."""
-    directory = os.open(path, access | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+def opened_own_directory(path: str) -> Iterator[int]:
+    """Open one of own_directories(); raises OSError if it is a link, or another user's."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user's directory", path)
         yield directory
     finally:
         os.close(directory)
 
 
-@contextmanager
-def _opened_to_empty(path: str, mode: int, parent: int | None = None) -> Iterator[int]:
-    """Open a directory whose entries are to be removed, with this mode if it is root's.
-
-    Root without capabilities obeys modes, also those that root in a container has set. Raises
-    OSError.
-    """
-    _set_mode(path, mode, parent)
-    with _opened_directory(path if parent is None else basename(path), parent) as directory:
-        yield directory
+# ==== DECISION: the desired state. Pure ===========================================================
 
 
-@contextmanager
-def _opened_own_directory(path: str) -> Iterator[int]:
-    """Open one of our directories; raises OSError if it is another user's.
+@dataclass(frozen=True)
+class Decision:
+    """The desired state. What others are told about it are functions of it."""
 
-    Its entries are reached by this descriptor. By its path, a container that has the host's
-    hugetlbfs could lead the daemon elsewhere, with a link in its place.
-    """
-    with _opened_directory(path) as directory:
-        if os.fstat(directory).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "another user's directory", path)
-        yield directory
+    settings: Settings
+    driver: str | None  # see driver_version()
+    unsupported: tuple[str, ...]  # addresses of functions that are not supported
+    chips: Mapping[str, Chip]  # also chips that only a hold has, in the order of addresses
+    holds: Sequence[Hold]
+    names: Mapping[str, str]
+    offer: Offer  # by the configuration alone
+    resources: Resources  # as advertised, by name
+
+    @cached_property
+    def devices(self) -> dict[str, tuple[Resource, Device]]:
+        """Return each chip's resource and device, preferring a configured to a reserved one."""
+        found: dict[str, tuple[Resource, Device]] = {}
+        for resource in self.resources.values():
+            for device in resource.unique_devices:
+                for chip in device.chips:
+                    if chip.address not in found or not device.is_reserved:
+                        found[chip.address] = (resource, device)
+        return found
+
+    @cached_property
+    def held_chips(self) -> frozenset[str]:
+        return frozenset(chain(*(hold.chips for hold in self.holds)))
+
+    def resource(self, name: str) -> Resource:
+        """Return an advertised resource; one without devices if there is none of this name."""
+        return self.resources.get(name) or Resource(name, {})
+
+    def name_of_pod(self, hold: Hold) -> str:
+        return name_of_pod(hold.pod, self.names)
+
+    def is_out_of_service(self, address: str) -> bool:
+        """Return whether a chip is excluded and not held, so that its faults do not matter."""
+        return address in self.offer.excluded and address not in self.held_chips
+
+
+def decide(
+    settings: Settings,
+    chips: Mapping[str, Chip],
+    holds: Sequence[Hold] = (),
+    names: Mapping[str, str] = {},
+    driver: str | None = None,
+    unsupported: tuple[str, ...] = (),
+) -> Decision:
+    """Return the desired state; see Decision."""
+    known = dict(chips)
+    for hold in holds:
+        # A chip that a pod was given, but that is missing since boot.
+        for address in hold.chips - chips.keys():
+            known[address] = Chip(PciFunction(address, on_bus=False))
+    known = {address: known[address] for address in sorted(known, key=address_numbers)}
+
+    offer = make_offer(known, settings)
+    resources = advertise(offer, known, holds, names)
+    return Decision(settings, driver, unsupported, known, holds, names, offer, resources)
 
 
 # ==== PREFERRED ALLOCATION: neighbours, and whole boards stay whole. Pure =========================
@@ -3874,6 +2987,7 @@ def _counted(
 
 Containers = Sequence[Sequence[str]]  # the IDs that each container requests
 Edits = pb.ContainerAllocateResponse
+SHM = "/dev/shm"  # where tt-umd's locks are
 
 
 def check_request(resource: Resource, containers: Containers) -> None:
@@ -3901,15 +3015,15 @@ def check_request(resource: Resource, containers: Containers) -> None:
 
 
 def container_edits(
-    chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount], name: str
+    chips: Chips, links: Mapping[str, str], settings: Settings, mounts: Iterable[Mount], token: str
 ) -> Edits:
     """Return the edits for a container with exactly these chips.
 
-    `links`: udev's, by address; `name`: of this answer, see Hold.
+    `links`: udev's, by address; `token`: of this answer, see Hold.
     """
-    chips = sorted(chips, key=lambda chip: address_numbers(chip.bdf))
-    addresses = ",".join(chip.bdf for chip in chips)
-    edits = Edits(envs={ADDRESSES: addresses}, annotations={ANSWER_NAME: name})
+    chips = sorted(chips, key=lambda chip: address_numbers(chip.address))
+    addresses = ",".join(chip.address for chip in chips)
+    edits = Edits(envs={ADDRESSES: addresses}, annotations={TOKEN: token})
 
     # tt-umd reads an integer as an index into the devices inside the container, so the host's
     # device number would be wrong. Before v0.9.3 it read the device number, not an index.
@@ -3920,12 +3034,12 @@ def container_edits(
 
     for chip in chips:
         if settings.device_list_strategy == "cdi":
-            edits.cdi_devices.add(name=f"{settings.resource_domain}/device={chip.bdf}")
+            edits.cdi_devices.add(name=f"{CDI_KIND}={chip.address}")
         else:
             # Under the host's number, after which tt-umd names its locks and hugepage files.
             edits.devices.add(
-                container_path=f"/dev/tenstorrent/{chip.function.ordinal}",
-                host_path=links.get(chip.bdf, chip.function.path),
+                container_path=f"/dev/tenstorrent/{chip.function.number}",
+                host_path=links.get(chip.address, chip.function.path),
                 permissions="rw",
             )
 
@@ -3938,39 +3052,37 @@ def container_edits(
 
 # ==== CDI AND LABELS: descriptions of the devices for others. Pure ================================
 
+CDI_KIND = "tenstorrent.com/device"
 CDI_FILE = "tenstorrent.com-device.json"
 LABELS_FILE = "tt-device-plugin"
+LABEL_PREFIX = "tenstorrent.com"
 
 
-def cdi_spec(
-    functions: Iterable[PciFunction],
-    settings: Settings,
-    mounts: Iterable[Mount],
-    excluded: Collection[str] = (),
-) -> str | None:
+def cdi_file(decision: Decision) -> str | None:
     """Return a CDI file (spec 0.5.0, which refuses links as device nodes); None without chips.
 
-    `excluded` chips have an entry by address, but are not in "all".
+    Excluded chips have an entry by address, but are not in "all".
     """
     nodes = {}
-    for function in functions:
-        path = f"/dev/tenstorrent/{function.ordinal}"
-        nodes[function.bdf] = [{"path": path, "hostPath": function.path, "permissions": "rw"}]
+    for chip in decision.chips.values():
+        if chip.has_device_file:
+            path, host_path = f"/dev/tenstorrent/{chip.function.number}", chip.function.path
+            nodes[chip.address] = [{"path": path, "hostPath": host_path, "permissions": "rw"}]
     if not nodes:
         return None
 
-    offered = [its_nodes for bdf, its_nodes in nodes.items() if bdf not in excluded]
+    excluded = decision.offer.excluded
+    offered = [its_nodes for address, its_nodes in nodes.items() if address not in excluded]
     if offered:
         nodes["all"] = list(chain(*offered))
 
     devices = []
     for name, device_nodes in nodes.items():
         devices.append({"name": name, "containerEdits": {"deviceNodes": device_nodes}})
-    kind = f"{settings.resource_domain}/device"
-    spec: dict[str, object] = {"cdiVersion": "0.5.0", "kind": kind, "devices": devices}
+    spec: dict[str, object] = {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": devices}
 
     binds = []
-    for mount in mounts:
+    for mount in host_mounts(decision.settings):
         options = ["rbind", "ro" if mount.read_only else "rw"]
         binds.append({"hostPath": mount.host, "containerPath": mount.container, "options": options})
     if binds:
@@ -3978,76 +3090,47 @@ def cdi_spec(
     return json.dumps(spec)  # with an indent it would take ten times as long
 
 
-def cdi_nodes(spec: str) -> dict[str, str]:
-    """Return the host's device file of each device in a CDI file of cdi_spec().
+def labels_file(decision: Decision) -> str:
+    """Return labels of devices with a device file, for node-feature-discovery's local source."""
+    chips = []
+    for chip in decision.chips.values():
+        if chip.has_device_file and chip.address not in decision.offer.excluded:
+            chips.append(chip)
 
-    "all" is left out, and the names are addresses then. Raises ValueError for another text.
-    """
-    try:
-        nodes = {}
-        for device in json.loads(spec)["devices"]:
-            nodes[str(device["name"])] = device["containerEdits"]["deviceNodes"][0]["hostPath"]
-        nodes.pop("all", None)
-        return nodes
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-
-
-def feature_file(
-    resources: Iterable[Resource], chips: Chips, settings: Settings, driver: str | None
-) -> str:
-    """Return labels of existing devices, for node-feature-discovery's local source."""
-    present = [chip for chip in chips if chip.is_present]
-    labels = {f"arch.{chip.function.arch}": "true" for chip in present}
-    for resource in resources:
-        for key, value in _resource_labels(resource).items():
-            labels[f"{resource.short_name}.{key}"] = value
-    labels |= _version_labels("driver", driver or "")
-    labels["firmware.version"] = common_value(chip.identity.firmware for chip in present)
+    labels = {f"arch.{chip.function.arch}": "true" for chip in chips}
+    labels["driver.version"] = decision.driver or ""
+    labels["firmware.version"] = common_value(chip.identity.firmware for chip in chips)
     labels["plugin.version"] = __version__
+    for resource in decision.offer.resources.values():
+        for key, value in _labels_of(resource).items():
+            labels[f"{resource.short_name}.{key}"] = value
 
     lines = []
     for key, value in sorted(labels.items()):
         # Kubernetes' limits: 63 characters, alphanumeric at both ends.
         value = re.sub(r"[^A-Za-z0-9._-]+", "_", value)[:63].strip("._-")
         if value and len(key) <= 63:
-            lines.append(f"{settings.resource_domain}/{key}={value}\n")
+            lines.append(f"{LABEL_PREFIX}/{key}={value}\n")
     return "".join(lines)
 
 
-def _resource_labels(resource: Resource) -> dict[str, str]:
-    """Return the labels of a resource's existing devices, without its name in the keys."""
-    unique = resource.unique_devices
-    devices = [each for each in unique if any(chip.is_present for chip in each.chips)]
-    chips = [chip for device in devices for chip in device.chips if chip.is_present]
+def _labels_of(resource: Resource) -> dict[str, str]:
+    """Return the labels of a resource, without its name in the keys."""
+    devices = []
+    for device in resource.unique_devices:
+        if any(chip.has_device_file for chip in device.chips):
+            devices.append(device)
 
-    labels = _version_labels("firmware", common_value(chip.identity.firmware for chip in chips))
-    labels["count"] = str(len(devices))
-    labels["replicas"] = str(resource.replicas or 1)
-    labels["sharing"] = "true" if resource.replicas else "false"
-
-    # A shared resource that has kept its name is told apart by its product.
-    product = common_value(chip.board_type for chip in chips)
-    if product and resource.replicas and resource.short_name == resource.base_name:
-        product += "-SHARED"
-    labels["product"] = product
-
+    product = common_value(chip.board_type for device in devices for chip in device.chips)
+    labels = {
+        "count": str(len(devices)),
+        "replicas": str(resource.replicas or 1),
+        "product": f"{product}-SHARED" if product and resource.replicas else product,
+    }
     # One value for all devices, or none.
-    complete = [device for device in devices if not device.incomplete]
-    memory = {sum(chip.memory for chip in device.chips) for device in complete}
+    memory = {sum(chip.memory for chip in device.chips) for device in devices}
     if len(memory) == 1 and memory != {0}:
         labels["memory"] = str(memory.pop())
-
-    # A device can be one chip of its board, so whole boards are counted by their chips.
-    numbers: Counter[object] = Counter()
-    for device in devices:
-        numbers[device.place.board] += sum(chip.is_present for chip in device.chips)
-    sizes = {device.place.board: device.place.board_size for device in devices}
-    whole_boards = [board for board, number in numbers.items() if number == sizes[board]]
-    labels["boards"] = str(len(whole_boards))
-
-    if numa_nodes := {chip.function.numa_node for chip in chips} - {None}:
-        labels["numa-nodes"] = str(len(numa_nodes))
     return labels
 
 
@@ -4057,282 +3140,159 @@ def common_value(values: Iterable[str | None]) -> str:
     return "mixed" if len(found) > 1 else "".join(found)
 
 
-def _version_labels(subject: str, version: str) -> dict[str, str]:
-    """Return the labels of a version: the whole, and its first two numbers."""
-    labels = {f"{subject}.version": version}
-    numbers = re.findall(r"\d+", version)
-    for part, number in zip(("major", "minor"), numbers, strict=False):
-        labels[f"{subject}.{part}"] = number
-    return labels
+# ==== REPORTS: problems, log, status, metrics, view. Pure =========================================
+
+UNSUPPORTED = "not supported: a Tenstorrent card of a generation that this program does not know"
 
 
-# ==== DECISION: the desired state. Pure ===========================================================
-
-
-class Observation(NamedTuple):
-    """Everything that decisions depend on."""
-
-    settings: Settings
-    chips: Mapping[str, Chip]  # by PCI address
-    unsupported: tuple[str, ...]  # Tenstorrent functions that are not supported
-    driver: str | None  # see driver_version()
-    holds: tuple[Hold, ...]  # the current ones
-    names: Mapping[str, str]  # of pods, "namespace/name" by UID
-    checkpoint_problem: str | None  # why the checkpoint cannot be used
-    mounts: Mounts
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The desired state. REPORTS computes the texts about it, when somebody wants them."""
-
-    observation: Observation
-    chips: Mapping[str, Chip]  # also chips that only a hold has, in the order of addresses
-    holds: Sequence[Hold]  # with the chips of other plugins' holds
-    offer: Offer  # by the configuration alone
-    resources: Resources  # as advertised, by name
-
-    @cached_property
-    def devices(self) -> dict[str, tuple[Resource, Device]]:
-        """Return each chip's resource and device, preferring a configured to a reserved one."""
-        found: dict[str, tuple[Resource, Device]] = {}
-        for resource in self.resources.values():
-            for device in resource.unique_devices:
-                for chip in device.chips:
-                    if chip.bdf not in found or not device.is_reserved:
-                        found[chip.bdf] = (resource, device)
-        return found
-
-    @cached_property
-    def held_chips(self) -> ChipAddresses:
-        return frozenset(chain(*(hold.chips for hold in self.holds)))
-
-    def resource(self, name: str) -> Resource:
-        """Return an advertised resource; one without devices if there is none of this name."""
-        return self.resources.get(name) or Resource(name, {})
-
-    def name_of_pod(self, hold: Hold) -> str:
-        return name_of_pod(hold, self.observation.names)
-
-    @property
-    def depends_on_holds(self) -> bool:
-        """Return whether a hold reserves or withholds an ID, so that its end changes the list."""
-        return self.resources is not self.offer.resources  # see the end of advertise()
-
-    def is_out_of_service(self, bdf: str) -> bool:
-        """Return whether a chip is excluded and not held, so that its faults do not matter."""
-        return bdf in self.offer.excluded and bdf not in self.held_chips
-
-
-def decide(observation: Observation, former: Decision | None = None) -> Decision:
-    """Return the desired state. `former` is the last one, whose offer is used if it is the same."""
-    chips = dict(observation.chips)
-    holds = list(with_chips(observation.holds, chips))
-    for hold in holds:
-        # A chip that a pod was given was present once.
-        for bdf in hold.chips - chips.keys():
-            chips[bdf] = Chip(PciFunction(bdf, on_bus=False), was_present=True)
-    chips = {bdf: chips[bdf] for bdf in sorted(chips, key=address_numbers)}
-
-    # Chips rarely change, as a Chip has no measured values.
-    settings = observation.settings
-    if former and former.observation.settings == settings and former.chips == chips:
-        offer = former.offer
-    else:
-        offer = make_offer(chips, settings)
-
-    advertised = advertise(offer, chips, holds, observation.names)
-    # Holds change with each pod, their IDs' devices rarely: keep the former resources, as they have
-    # their messages for the kubelet and all else that they have computed already.
-    if former and former.offer is offer and former.resources == advertised:
-        advertised = former.resources
-    return Decision(observation, chips, holds, offer, advertised)
-
-
-# ==== REPORTS: log, labels, metrics, status, view. Pure ===========================================
-
-LogLines = Iterator[tuple[int, str]]  # with levels
-UNSUPPORTED = "a Tenstorrent card of a generation that this program does not know"
-
-
-class Condition(NamedTuple):
-    """Something that lasts. The log reports that it begins, changes its kind, and ends.
-
-    New numbers in its text are not reported.
-    """
-
-    level: int
-    begin: str  # text for the log, without the subject
-    end: str = ""  # likewise; empty: not reported
-    kind: str = ""
-    detail: str = ""  # another one is reported, too, unless it is empty
-
-    def is_news_after(self, last: Condition) -> bool:
-        return self.kind != last.kind or self.detail not in ("", last.detail)
-
-
-Conditions = dict[str, Condition]  # of one subject, by what they are
-Subject = tuple[str, Conditions]  # with how its lines begin
-
-
-def changes(former: Decision | None, decision: Decision) -> LogLines:
-    """Yield log lines about all changes; without a former decision, about everything.
-
-    If a subject has gone, such as a chip that is excluded, the end of its conditions is unknown.
-    """
-    if former and _has_same_subjects(former, decision):
-        return
-
-    before = _subjects(former) if former else {}
-    for key, (name, conditions) in _subjects(decision).items():
-        _, last = before.get(key, ("", {}))
-        for what, condition in conditions.items():
-            if what not in last or condition.is_news_after(last[what]):
-                yield condition.level, f"{name}{condition.begin}"
-        for what, condition in last.items():
-            if condition.end and what not in conditions:
-                yield logging.INFO, f"{name}{condition.end}"
-
-
-def _has_same_subjects(one: Decision, other: Decision) -> bool:
-    """Return whether no condition can differ, as mostly: then only a hold has come or gone."""
-    if one.offer is not other.offer or one.resources is not other.resources:
-        return False
-    if one.observation.unsupported != other.observation.unsupported:
-        return False
-    # A hold takes an excluded chip back into service.
-    excluded = other.offer.excluded
-    return all(one.is_out_of_service(bdf) == other.is_out_of_service(bdf) for bdf in excluded)
-
-
-def _subjects(decision: Decision) -> dict[str, Subject]:
-    """Return the chips, the devices and the node, with all their conditions."""
-    found: dict[str, Subject] = {}
-    for bdf, chip in decision.chips.items():
-        if is_logged(decision, bdf):
-            found[bdf] = (f"{chip.display_name}: ", _conditions_of_chip(chip))
-        elif chip.function.file_fault and not decision.is_out_of_service(bdf):
-            text = f"is not advertised: {chip.reason}"
-            conditions = {"file": Condition(logging.WARNING, text)}
-            found[f"{bdf}, not listed"] = (f"{chip.display_name} ", conditions)
+def problems_of(decision: Decision) -> list[Problem]:
+    """Return what is wrong with chips and devices, except for chips that are out of service."""
+    found = []
+    for address, chip in decision.chips.items():
+        if chip.fault and not decision.is_out_of_service(address):
+            kind = chip.fault.kind.value
+            found.append(Problem(address, chip.fault.text, chip.command, kind, "FAIL"))
 
     for name, resource in decision.resources.items():
         for device in resource.unique_devices:
-            key = f"{name} {device.id}"
-            # A reserved device, which has no conditions, can have the ID of another one.
-            _, conditions = found.setdefault(key, (f"{key} is ", {}))
-            conditions |= _conditions_of_device(device)
-    found["node"] = ("", _conditions_of_node(decision))
+            if device.incomplete:
+                found.append(Problem(f"{name} {device.id}", device.incomplete, kind="incomplete"))
+            if device.withheld:
+                found.append(Problem(f"{name} {device.id}", device.withheld, kind="withheld"))
+
+    # Without a board, a chip cannot be offered, and a Galaxy's has no neighbours.
+    by_board = decision.settings.unit == "board"
+    for address, text in decision.offer.unplaced.items():
+        chip = decision.chips[address]
+        matters = by_board or chip.is_galaxys
+        if matters and not chip.fault and not decision.is_out_of_service(address):
+            text = f"not advertised: {text}" if by_board else text
+            found.append(Problem(address, text, kind="unplaced"))
+
+    if not by_board:
+        found += _missing_chips(decision)
+    found += [Problem(address, UNSUPPORTED) for address in decision.unsupported]
     return found
 
 
-def _conditions_of_chip(chip: Chip) -> Conditions:
-    """Return the conditions of a chip of which the log has the faults."""
+def _missing_chips(decision: Decision) -> Iterator[Problem]:
+    """Yield which boards are not whole: 1 of 2 chips of a p300, 7 of 8 of a Galaxy's tray."""
+    chips = [chip for chip in decision.chips.values() if chip.is_listed]
+    boards = defaultdict(list)
+    for address, place in places(chips).items():
+        if place.board_id:
+            boards[place.board_id, place.board_size].append(address)
+
+    for (board_id, size), found in boards.items():
+        if len(found) < size and not all(map(decision.is_out_of_service, found)):
+            yield Problem("chips", f"only {len(found)} of {size} chips of board {board_id} found")
+
+
+class Condition(NamedTuple):
+    """Something that lasts, for the log."""
+
+    level: int
+    line: str
+    kind: str  # another one is reported, but new numbers in the line are not
+    end: str = ""  # line for its end; empty: not reported
+
+
+def conditions(decision: Decision, problems: Iterable[Problem]) -> dict[str, Condition]:
+    """Return the state of each chip and device, and the node's problems, by subject."""
     found = {}
-    if chip.is_present:
-        introduction = _introduction(chip)
-        found["found"] = Condition(logging.INFO, f"found {introduction}", kind=introduction)
+    for address, chip in decision.chips.items():
+        name, identity = chip.display_name, chip.identity
+        if decision.is_out_of_service(address):
+            found[address] = Condition(logging.INFO, f"{name}: excluded", "excluded")
+        elif not chip.fault:
+            facts = {"serial": identity.serial, "ASIC": identity.asic_id}
+            facts |= {"firmware": identity.firmware}
+            known = [f"{what} {value}" for what, value in facts.items() if value]
+            text = f"{name}: healthy: {', '.join([chip.function.path, *known])}"
+            found[address] = Condition(logging.INFO, text, text)
 
-    if chip.fault:
-        found["fault"] = Condition(
-            logging.WARNING,
-            f"unhealthy: {chip.reason}",
-            "healthy again",
-            kind=chip.fault.kind.value,
-            # If the driver is unloaded, the kind of an absent chip's fault stays, but the command
-            # that helps is another one.
-            detail="" if chip.is_present else str(chip.reason),
-        )
-    if chip.is_throttling:
-        begin = "throttling: it has reached its temperature limit"
-        found["throttling"] = Condition(logging.INFO, begin, "no longer throttling")
-    return found
-
-
-def _conditions_of_device(device: Device) -> Conditions:
-    """Return why a device is unhealthy although its chips may be healthy."""
-    if device.incomplete:
-        text = f"unhealthy: {device.incomplete}"
-        return {"problem": Condition(logging.WARNING, text, "complete", "incomplete")}
-    if device.withheld:
-        text = f"withheld: {device.withheld}"
-        return {"problem": Condition(logging.WARNING, text, "no longer withheld", "withheld")}
-    return {}
-
-
-def _conditions_of_node(decision: Decision) -> Conditions:
-    """Return the conditions of chips and settings that are not those of devices."""
-    found = {}
-    for bdf in sorted(decision.offer.excluded):
-        begin = f"{decision.chips[bdf].display_name} is excluded: not offered to pods"
-        end = f"{bdf} is no longer excluded"
-        found[f"{bdf} is excluded"] = Condition(logging.INFO, begin, end)
-    for text in decision.offer.without_effect:
-        found[text] = Condition(logging.INFO, text)
-    for bdf in decision.observation.unsupported:
-        text = f"{bdf} is not supported: {UNSUPPORTED}"
-        found[text] = Condition(logging.WARNING, text)
-    return found
-
-
-def is_logged(decision: Decision, bdf: str) -> bool:
-    """Return whether the log has a chip's faults: it is a device, or waits for its board."""
-    is_listed = decision.chips[bdf].is_listed or bdf in decision.devices
-    return is_listed and not decision.is_out_of_service(bdf)
-
-
-def _introduction(chip: Chip) -> str:
-    """Return a chip's device file and identity for the log."""
-    identity = chip.identity
-    facts = {"serial": identity.serial, "ASIC": identity.asic_id, "firmware": identity.firmware}
-    known = [f"{name} {value}" for name, value in facts.items() if value]
-    return ", ".join([chip.function.path, *known])
-
-
-def missing_chips(decision: Decision) -> Iterator[str]:
-    """Yield which boards are not whole: 1 of 2 chips of a p300, 31 of 32 of a Galaxy.
-
-    An excluded chip is not missing. A chip whose board is not known counts for any board, unless it
-    has left the bus, as those of a board that was moved to another slot.
-    """
-    whole: dict[str, int] = {}  # number of chips of the whole, by the name of a board or Galaxy
-    found = defaultdict(list)  # addresses of the chips found, by that name
-    unknown = 0  # chips on the bus whose board is not known
-    for bdf, place in places(decision.chips.values()).items():
-        if place.tray:
-            name, size = f"the Galaxy in PCI domain {place.tray.domain:04x}", GALAXY_SIZE
-        elif place.board_id:
-            name, size = f"the board with serial {place.board_id}", place.board_size
+    for problem in problems:
+        subject, kind = problem.subject, problem.kind
+        if subject in decision.chips:
+            chip = decision.chips[subject]
+            line = f"{chip.display_name}: {'unhealthy: ' if chip.fault else ''}{problem}"
+            found[subject] = Condition(logging.WARNING, line, kind)
+        elif kind:
+            end = f"{subject}: no longer {kind}"
+            line = f"{subject}: {problem}"
+            found[f"{subject} {kind}"] = Condition(logging.WARNING, line, problem.text, end)
         else:
-            unknown += decision.chips[bdf].function.on_bus
-            continue
-        whole[name] = size
-        found[name].append(bdf)
-
-    for name, size in whole.items():
-        number = len(found[name])
-        is_in_service = not all(map(decision.is_out_of_service, found[name]))
-        if number + unknown < size and is_in_service:
-            yield f"only {number} of {size} chips of {name} found"
+            line = f"{subject}: {problem}"
+            found[line] = Condition(logging.WARNING, line, "", f"resolved: {line}")
+    return found
 
 
-def driver_problem(decision: Decision) -> Reason | None:
-    """Return how many functions on the bus have no driver, and why."""
-    driver = decision.observation.driver
-    unbound = []
-    for bdf, chip in decision.chips.items():
-        has_no_driver = chip.function.on_bus and chip.function.driver is None
-        # With a driver, a listed chip is in the summary of its resource already.
-        has_own_line = driver is not None and chip.is_listed
-        if has_no_driver and not has_own_line and not decision.is_out_of_service(bdf):
-            unbound.append(chip)
-    if not unbound:
-        return None
+def changes(
+    former: Mapping[str, Condition], present: Mapping[str, Condition]
+) -> Iterator[tuple[int, str]]:
+    """Yield the log lines about all changes, with their levels."""
+    for subject, condition in present.items():
+        if subject not in former or former[subject].kind != condition.kind:
+            yield condition.level, condition.line
+    for subject, condition in former.items():
+        if subject not in present and condition.end:
+            yield logging.INFO, condition.end
 
-    functions = pluralize(len(unbound), "Tenstorrent PCI function")
-    if driver is None:
-        return Reason(f"driver not loaded, {functions}", LOAD_DRIVER)
-    return Reason(f"{functions} without a driver; {unbound[0].bdf}: {unbound[0].reason}")
+
+class Registration(NamedTuple):
+    """The state of a resource's registration with the kubelet."""
+
+    text: str = "waiting for kubelet"  # for status and log
+    is_registered: bool = False
+    successes: int = 0  # since the daemon's start
+    has_tried: bool = False  # it was registered, has failed, or there is no kubelet
+
+
+Registrations = Mapping[str, Registration]  # by resource
+
+
+def status_line(
+    decision: Decision, registrations: Registrations, problems: Iterable[str | None]
+) -> str:
+    """Return a summary for operators, which systemd shows as the service's status.
+
+    `problems`: the node's, for its end; None is left out.
+    """
+    parts = [_summary(resource) for resource in decision.resources.values()]
+
+    unlisted = []
+    for address, chip in decision.chips.items():
+        if chip.fault and not chip.is_listed and not decision.is_out_of_service(address):
+            unlisted.append(f"{address}: {chip.reason}")
+    if unlisted:
+        more = ", …" if unlisted[1:] else ""
+        parts.append(f"{pluralize(len(unlisted), 'chip')} not advertised ({unlisted[0]}{more})")
+
+    if not parts and decision.chips:
+        chips = pluralize(len(decision.chips), "chip")
+        parts = [f"{chips}, but no device to offer; for the reason, run: tt-device-plugin list"]
+    elif not parts and not decision.unsupported:
+        parts = ["no Tenstorrent device on this node; waiting for one"]
+
+    # One text for all resources. If the texts differ, unregistered resources are named.
+    texts = {registration.text for registration in registrations.values()}
+    if len(texts) > 1:
+        texts = set()
+        for name, registration in registrations.items():
+            if not registration.is_registered:
+                texts.add(f"{name} {registration.text}")
+    return "; ".join([*parts, *sorted(texts), *filter(None, problems)])
+
+
+def _summary(resource: Resource) -> str:
+    """Return a resource's part of the status, with its first unhealthy device."""
+    devices = resource.unique_devices
+    unhealthy = [f"{each.id}: {each.reason}" for each in devices if each.reason]
+    replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
+    text = f"{len(devices)} × {resource.name}{replicas}, {len(devices) - len(unhealthy)} healthy"
+    if not unhealthy:
+        return text
+    return f"{text} ({unhealthy[0]}{', …' if unhealthy[1:] else ''})"
 
 
 User = dict[str, str]  # "namespace", "pod" (else its UID) and "container"
@@ -4342,69 +3302,13 @@ def users(decision: Decision) -> dict[str, list[User]]:
     """Return the containers that hold each chip, by PCI address."""
     found: dict[str, list[User]] = defaultdict(list)
     for hold in decision.holds:
-        if hold.pod:
-            name = decision.observation.names.get(hold.pod, hold.pod)
-            namespace, _, pod = name.rpartition("/")
-            user = {"namespace": namespace, "pod": pod, "container": hold.container}
-            for bdf in hold.chips:
-                # A pod that is admitted again has another hold while the former one's runs.
-                if user not in found[bdf]:
-                    found[bdf].append(user)
+        namespace, _, pod = decision.names.get(hold.pod, hold.pod).rpartition("/")
+        user = {"namespace": namespace, "pod": pod, "container": hold.container}
+        for address in hold.chips:
+            # A pod that is admitted again has another hold while the former one's runs.
+            if user not in found[address]:
+                found[address].append(user)
     return found
-
-
-def cdi_file(decision: Decision) -> str | None:
-    """Return the text of the CDI file: the chips that have a usable device file."""
-    functions = []
-    for chip in decision.chips.values():
-        if chip.is_listed and chip.is_present and not chip.function.file_fault:
-            functions.append(chip.function)
-    observation = decision.observation
-    return cdi_spec(functions, observation.settings, observation.mounts, decision.offer.excluded)
-
-
-def labels_file(decision: Decision) -> str:
-    """Return the text of the feature file: of the devices that the configuration gives."""
-    observation, offer = decision.observation, decision.offer
-    chips = []
-    for bdf, chip in decision.chips.items():
-        if chip.is_listed and bdf not in offer.excluded:
-            chips.append(chip)
-    resources = offer.resources.values()
-    return feature_file(resources, chips, observation.settings, observation.driver)
-
-
-def summary(resource: Resource) -> str:
-    """Return a resource's part of the status, with its first unhealthy device."""
-    devices, unhealthy = resource.unique_devices, resource.unhealthy
-    replicas = f", {resource.replicas} replicas each" if resource.replicas else ""
-    healthy = len(devices) - len(unhealthy)
-    text = f"{len(devices)} × {resource.name}{replicas}, {healthy} healthy"
-    if not unhealthy:
-        return text
-    return f"{text} ({unhealthy[0]}{', …' if len(unhealthy) > 1 else ''})"
-
-
-class Phase(Enum):
-    """How far the registration of a resource is."""
-
-    STARTING = "starting"  # the first attempt has not ended
-    WAITING = "waiting"  # for a kubelet
-    REGISTERED = "registered"
-    LOST = "lost"  # which is not a failure: the next attempt follows at once
-    FAILED = "failed"  # the next attempt follows after a pause
-
-
-class Registration(NamedTuple):
-    """The state of a resource's registration with the kubelet."""
-
-    phase: Phase = Phase.STARTING
-    text: str = "waiting for the kubelet's answer"  # for status and log
-    successes: int = 0  # registrations since the daemon's start
-
-
-REGISTERED_TEXT = "registered with kubelet"
-Registrations = Mapping[str, Registration]  # by resource
 
 
 class Samples:
@@ -4418,7 +3322,7 @@ class Samples:
     def add(self, name: str, value: float | None, **labels: object) -> None:
         """Add a sample, unless it has no value. A label that is None is empty."""
         if value is not None:
-            text = ",".join(_sample_label(key, each) for key, each in labels.items())
+            text = ",".join(f'{key}="{_escaped(each)}"' for key, each in labels.items())
             self._series[name][f"{{{text}}}" if text else ""] = value
 
     def text(self) -> str:
@@ -4434,12 +3338,10 @@ class Samples:
         return "".join(f"{line}\n" for line in lines)
 
 
-@lru_cache(maxsize=4096, typed=True)  # the same every few seconds
-def _sample_label(key: str, value: object) -> str:
-    """Return a label in Prometheus' text format."""
+def _escaped(value: object) -> str:
+    """Return a label's value in Prometheus' text format."""
     text = "" if value is None else str(value)
-    escaped = text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return f'{key}="{escaped}"'
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 CHIP_METRICS = {
@@ -4455,16 +3357,13 @@ CHIP_METRICS = {
 }
 
 
-def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
-    """Return the metrics of chips that were present at any time since boot."""
+def chip_metrics(decision: Decision) -> str:
+    """Return the metrics of chips."""
     samples = Samples("tt_device_", CHIP_METRICS)
-    for bdf, chip in decision.chips.items():
-        if not chip.was_present:
-            continue
-
-        resource, _ = decision.devices.get(bdf, (None, None))
-        is_out_of_service = decision.is_out_of_service(bdf)
-        add = partial(samples.add, device=bdf)
+    for address, chip in decision.chips.items():
+        resource, _ = decision.devices.get(address, (None, None))
+        is_out_of_service = decision.is_out_of_service(address)
+        add = partial(samples.add, device=address)
         add(
             "info",
             1,
@@ -4482,22 +3381,21 @@ def chip_metrics(decision: Decision, states: Mapping[str, ChipState]) -> str:
             if chip.fault:
                 add("fault", 1, kind=chip.fault.kind.value)
 
-        state = states.get(bdf)
-        if state and state.telemetry:
-            add("temperature_celsius", state.telemetry.temperature)
-            add("temperature_limit_celsius", state.telemetry.throttles_at)
-            add("thermal_trips_total", state.telemetry.trips)
+        if reading := chip.reading:
+            add("temperature_celsius", reading.temperature)
+            add("temperature_limit_celsius", reading.throttles_at)
+            add("thermal_trips_total", reading.trips)
             for sensor in SENSORS:
-                add(sensor.metric, state.sensors.get(sensor.attribute), **sensor.labels)
-            if state.processes is not None:
-                add("open", len(state.processes))
+                add(sensor.metric, reading.sensors.get(sensor.attribute), **sensor.labels)
+            if reading.processes is not None:
+                add("open", len(reading.processes))
 
-    for bdf, containers in sorted(users(decision).items()):
+    for address, containers in sorted(users(decision).items()):
         for user in containers:
             samples.add(
                 "allocated",
                 1,
-                device=bdf,
+                device=address,
                 pod_namespace=user["namespace"],
                 pod_name=user["pod"],
                 container_name=user["container"],
@@ -4523,24 +3421,24 @@ def plugin_metrics(
 ) -> str:
     """Return the metrics of node and daemon, which has started at this Unix time."""
     samples = Samples("tt_", PLUGIN_METRICS)
-    if decision.observation.driver:
-        samples.add("driver_info", 1, version=decision.observation.driver)
+    if decision.driver:
+        samples.add("driver_info", 1, version=decision.driver)
 
-    drivers = ["unsupported"] * len(decision.observation.unsupported)
-    for bdf, chip in decision.chips.items():
-        if chip.function.on_bus and not decision.is_out_of_service(bdf):
+    drivers = ["unsupported"] * len(decision.unsupported)
+    for address, chip in decision.chips.items():
+        if chip.function.on_bus and not decision.is_out_of_service(address):
             drivers.append(chip.function.driver or "")
     for driver, number in Counter(drivers).items():
         samples.add("pci_functions", number, driver=driver)
 
     for name, resource in decision.resources.items():
         add = partial(samples.add, resource=name)
-        unhealthy = sum(1 for device in resource.devices.values() if device.reason)
-        add("resource_devices", len(resource.devices) - unhealthy, health="healthy")
-        add("resource_devices", unhealthy, health="unhealthy")
+        healthy = sum(is_healthy for _, is_healthy, _ in resource.list_entries)
+        add("resource_devices", healthy, health="healthy")
+        add("resource_devices", len(resource.devices) - healthy, health="unhealthy")
 
         registration = registrations.get(name, Registration())
-        add("kubelet_registered", 1 if registration.phase is Phase.REGISTERED else 0)
+        add("kubelet_registered", 1 if registration.is_registered else 0)
         add("kubelet_registrations_total", registration.successes)
 
         # Prometheus' advice: a counter exists from the start, so that its first step is seen.
@@ -4552,156 +3450,79 @@ def plugin_metrics(
     return samples.text()
 
 
-def status_line(
-    decision: Decision, registrations: Registrations, problems: Iterable[str | None] = ()
-) -> str:
-    """Return a summary for operators, which systemd shows as the service's status.
-
-    `problems`: further parts for its end; None is left out.
-    """
-    parts = [summary(resource) for resource in decision.resources.values()]
-    if problem := driver_problem(decision):
-        parts.insert(0, str(problem))
-
-    if not parts and decision.chips:
-        chips = pluralize(len(decision.chips), "chip")
-        parts = [f"{chips}, but no device to offer; for the reason, run: tt-device-plugin list"]
-    elif not parts and not decision.observation.unsupported:
-        parts = ["no Tenstorrent device on this node; waiting for one"]
-    parts += [f"{bdf} is not supported" for bdf in decision.observation.unsupported]
-
-    # One text for all resources. If the texts differ, unregistered resources are named.
-    texts = {registration.text for registration in registrations.values()}
-    if len(texts) > 1:
-        texts = set()
-        for name, registration in registrations.items():
-            if registration.phase is not Phase.REGISTERED:
-                texts.add(f"{name} {registration.text}")
-
-    parts += sorted(texts)
-    parts += filter(None, [decision.observation.checkpoint_problem, *problems])
-    return "; ".join(parts)
-
-
-UNREADABLE_HOST = "node"  # a subject of Service.problems: the host cannot be read at the moment
-
-
-class Service(NamedTuple):
-    """What only the running daemon knows."""
-
-    status: str
-    registrations: Registrations
-    rejected: str | None  # why the configuration on disk is not in force
-    files: Mapping[str, str]  # why files that it writes are not as they should be, by path
-    problems: Mapping[str, Reason]  # of the host, by subject
-    resisting: Mapping[str, Reason]  # why directories cannot be emptied, by path
-
-
-PROGRAM = "tt-device-plugin"  # by which `ask` recognises a view
+PROGRAM = "tt-device-plugin"  # by which readers recognise a view
 
 
 def view_of_node(
     decision: Decision,
-    states: Mapping[str, ChipState],
-    service: Service | None,
+    registrations: Registrations,
+    problems: Iterable[Problem],
     *,
+    status: str,
+    rejected: str | None,
     knows_pods: bool,
-    unreadable: Sequence[str],
     booted_at: float,
 ) -> Json:
-    """Return what `list` and `check` show. Without a daemon, `service` is None.
+    """Return what `list`, `check` and `fix` read.
 
-    `knows_pods`: a checkpoint was read; `unreadable`: entries of it; `booted_at`: Unix time of the
-    boot, by the present clock.
+    `rejected`: why the configuration on disk is not in force; `knows_pods`: a checkpoint was read;
+    `booted_at`: Unix time of the boot, by the present clock.
     """
-    settings = decision.observation.settings
     used_by = users(decision)
+    chips = []
+    for address, chip in decision.chips.items():
+        pods = used_by.get(address, [])
+        since = None if chip.since is None else booted_at + chip.since
+        chips.append(_chip_row(decision, chip, pods if pods or knows_pods else None, since))
 
-    chips, faults = [], {}
-    for bdf, chip in decision.chips.items():
-        state = states.get(bdf) or ChipState(chip)  # not seen since boot: only a hold has it
-        pods = used_by.get(bdf, [])
-        since = None if state.since is None else booted_at + state.since
-        chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
-        if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
-            faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
-            # By the monotonic clock, which all processes of the host have in common.
-            faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
-
-    boards = defaultdict(list)
-    for bdf, place in places(decision.chips.values()).items():
-        if place.board_id:
-            boards[place.board_id].append(bdf)
-
-    # A chip with a fault has another line already.
-    waiting = {}
-    for bdf, text in decision.offer.unplaced.items():
-        if bdf not in faults and not decision.is_out_of_service(bdf):
-            waiting[bdf] = text
-
-    withheld = {}
     resources = []
-    for name, resource in decision.resources.items():
-        row: Json = {"name": name, "phase": None, "state": None, "incomplete": {}}
-        if service:
-            registration = service.registrations.get(name, Registration())
-            row |= {"phase": registration.phase.value, "state": registration.text}
+    for name, registration in registrations.items():
+        state = {"is_registered": registration.is_registered, "state": registration.text}
+        resources.append({"name": name, **state})
 
-        for device in resource.unique_devices:
-            if device.incomplete:
-                row["incomplete"][device.id] = device.incomplete
-            if device.withheld:
-                withheld[f"{name} {device.id}"] = device.withheld
-        resources.append(row)
-
-    of_service = service._asdict() if service else None
-    if of_service:
-        del of_service["registrations"]  # they are in the rows of resources
+    shown = []
+    for problem in problems:
+        row: Json = problem._asdict()
+        row["problem"] = row.pop("text")
+        shown.append(row)
 
     return {
         "program": PROGRAM,
         "version": __version__,
-        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
-        "runtime_dir": settings.runtime_dir,
-        "unit": settings.unit,
-        "health": asdict(settings.health),
-        "service": of_service,
-        "driver": decision.observation.driver,
-        "driver_problem": driver_problem(decision),
-        "unsupported": decision.observation.unsupported,
-        "checkpoint_problem": decision.observation.checkpoint_problem,
-        "unreadable": unreadable,
+        "status": status,
+        "settings": asdict(decision.settings),
+        "rejected": rejected,
+        "driver": decision.driver,
+        "unsupported": decision.unsupported,
         "chips": chips,
-        "faults": faults,  # of chips that are in service
-        "boards": boards,  # the chips of each board, by its ID with unit = "board"
-        "unplaced": waiting,
-        "missing": list(missing_chips(decision)),
         "resources": resources,
-        "withheld": withheld,
+        "problems": shown,
     }
 
 
 def _chip_row(
-    decision: Decision,
-    chip: Chip,
-    state: ChipState,
-    pods: Sequence[User] | None,
-    since: float | None,
+    decision: Decision, chip: Chip, pods: Sequence[User] | None, since: float | None
 ) -> Json:
     """Return a chip as `list --json` shows it.
 
     `pods`: None if they are unknown; `since`: Unix time at which its fault began.
     """
-    function = chip.function
-    resource, device = decision.devices.get(chip.bdf, (None, None))
-    in_service = not decision.is_out_of_service(chip.bdf)
+    function, reading = chip.function, chip.reading
+    resource, device = decision.devices.get(chip.address, (None, None))
+    in_service = not decision.is_out_of_service(chip.address)
     began = time.gmtime(since) if in_service and since is not None else None
+
+    processes: Sequence[ProcessRow] | None = ()
+    if function.driver not in (None, DRIVER):
+        processes = None  # a virtual machine may use it
+    elif chip.is_present:
+        processes = reading.processes if reading else None
 
     return {
         "id": device.id if device else None,
-        "index": function.ordinal,
-        "path": function.path if chip.is_present and not function.file_fault else None,
-        "bdf": chip.bdf,
+        "index": function.number,
+        "path": function.path if chip.has_device_file else None,
+        "bdf": chip.address,
         "card": chip.card_type,
         "board": chip.board_type if chip.card_type else None,
         "arch": function.arch,
@@ -4709,33 +3530,26 @@ def _chip_row(
         "asic_id": chip.identity.asic_id,
         "numa_node": function.numa_node,
         "firmware": chip.identity.firmware,
-        "temperature": state.telemetry.temperature if state.telemetry else None,
-        "power": state.sensors.get("power1_input"),
+        "temperature": reading.temperature if reading else None,
+        "power": reading.sensors.get("power1_input") if reading else None,
         # Faults of a chip that is out of service do not matter.
         "healthy": chip.fault is None if in_service else None,
-        "reason": str(chip.reason) if chip.reason and in_service else None,
+        "reason": chip.reason if in_service else None,
         "withheld": device.holder if device else None,
         "resource": resource.name if resource else None,
         "replicas": resource.replicas if resource else 0,
         "pods": pods,
-        "processes": _present_processes(chip, state),
-        "excluded": chip.bdf in decision.offer.excluded,
+        "processes": processes,
+        "excluded": chip.address in decision.offer.excluded,
         "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", began) if began else None,
     }
 
 
-def _present_processes(chip: Chip, state: ChipState) -> Sequence[ProcessRow] | None:
-    """Return the processes that use a chip, by its device file; None if they are unknown."""
-    if chip.function.driver not in (None, DRIVER):
-        return None  # a virtual machine may use it
-    return state.processes if chip.is_present else ()
+# ==== THREADS: chips are read off the loop, as the driver can block a read for ten seconds ========
 
-
-# ==== THREADS: telemetry is read off the loop, as the driver can block a read for ten seconds =====
-
-SLOW_AFTER = 0.1  # seconds after which the other chips no longer wait for a read
+SLOW_AFTER = 0.1  # seconds after which nothing waits for a reading any more
 Wake = Callable[[], None]  # makes the loop take a turn
-ReadChip = Callable[[PciFunction], Reading]
+Job = tuple[Settings, PciFunction, bool]  # the arguments of read_chip()
 
 
 @contextmanager
@@ -4747,279 +3561,169 @@ def log_and_continue(subject: str) -> Iterator[None]:
         log.exception("internal error (%s); continuing", subject)
 
 
-class ReadState(Enum):
-    """How long a read of a chip that has not ended has taken so far."""
+class Readers:
+    """Reads chips, each on a thread of its own, so that one that blocks delays no other.
 
-    RUNNING = 1
-    SLOW = 2  # longer than SLOW_AFTER: neither other chips nor READY wait for it
-    BLOCKED = 3  # longer than READ_TIMEOUT: the chip is unhealthy until the read ends
-
-
-def _take(waiting: deque[PciFunction]) -> Iterator[PciFunction]:
-    """Yield the chips that wait, until none is left; two threads can take from one deque."""
-    # popleft() is atomic, but a test before it could be out of date.
-    with suppress(IndexError):
-        while True:
-            yield waiting.popleft()
-
-
-class TelemetryReaders:
-    """Reads chips on threads, never a chip on two at once.
-
-    The driver answers within microseconds, or blocks. So one thread reads all chips of a poll in
-    turn: threads that contend for the interpreter take several times the processor time. If it has
-    not ended after SLOW_AFTER, a read is slow, and each chip that waits behind it gets a thread of
-    its own. A thread ends when no chip waits. Threads share nothing but the chips that wait and the
-    results.
+    The driver answers within microseconds, or blocks. So the threads take turns while nothing
+    blocks: threads that contend for the interpreter take several times the processor time.
     """
 
-    def __init__(self, wake: Wake, read: Callable[..., Reading] = read_chip) -> None:
+    def __init__(self, wake: Wake) -> None:
         self._wake = wake
-        self._read = read
-        self._since: dict[str, float] = {}  # when each read began, by address, until collect()
-        self._skipped: set[str] = set()  # addresses of chips that were submitted during a read
-        self._results = queue.SimpleQueue[tuple[str, Reading | OSError | None]]()
+        self._jobs: dict[str, queue.SimpleQueue[Job]] = {}  # of each chip's thread, by address
+        self._since: dict[str, float] = {}  # when each reading under way began, by address
+        self._results: list[Reading | OSError] = []
+        self._turn = threading.Lock()
 
     def submit(
-        self, functions: Iterable[PciFunction], *, is_poll: bool, settings: Settings | None = None
+        self, settings: Settings, functions: Iterable[PciFunction], *, is_poll: bool
     ) -> None:
-        """Read these chips, see read_chip(), unless they are being read: see take_skipped()."""
-        waiting = deque[PciFunction]()
+        """Read these chips, unless they are being read; raises OSError without a thread."""
         for function in functions:
-            if function.bdf in self._since:
-                self._skipped.add(function.bdf)
-            else:
-                self._since[function.bdf] = monotonic()
-                waiting.append(function)
-
-        if waiting:
-            read = partial(self._read, is_poll=is_poll, settings=settings)
-            # Not during this turn of the loop, which would wait: Python runs one thread at a time.
-            asyncio.get_running_loop().call_soon(self._start, waiting, read)
-
-    def _start(self, waiting: deque[PciFunction], read: ReadChip) -> None:
-        """Read these chips on a new thread. The time of their reads begins now.
-
-        Without a thread, as when the host has no processes left, each read fails with an OSError.
-        """
-        for function in waiting:
-            self._since[function.bdf] = monotonic()
-
-        loop = asyncio.get_running_loop()
-        thread = threading.Thread(target=self._run, args=(waiting, read, loop), daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as error:
-            for function in _take(waiting):
-                self._results.put((function.bdf, OSError(errno.EAGAIN, str(error))))
-            self._wake()
-        else:
-            loop.call_later(SLOW_AFTER, self._relieve, thread, waiting, read)
-
-    def _relieve(
-        self, thread: threading.Thread, waiting: deque[PciFunction], read: ReadChip
-    ) -> None:
-        """If a thread has not ended, give each chip that waits for it another thread."""
-        if not thread.is_alive():
-            return
-        for function in _take(waiting):
-            self._start(deque([function]), read)
-
-        # The loop takes a turn now, as nothing waits for this read from here on, and when the read
-        # counts as blocked.
-        self._wake()
-        asyncio.get_running_loop().call_later(READ_TIMEOUT - SLOW_AFTER, self._wake)
-
-    def _run(
-        self, waiting: deque[PciFunction], read: ReadChip, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Read chips until none waits; the main function of a thread."""
-        for function in _take(waiting):
-            result: Reading | OSError | None = None  # None: an internal error, which is logged
-            with log_and_continue(f"reading {function.bdf}"):
+            address = function.address
+            if address in self._since:
+                continue
+            if address not in self._jobs:
+                jobs = queue.SimpleQueue[Job]()
+                loop = asyncio.get_running_loop()
+                thread = threading.Thread(target=self._run, args=(jobs, loop), daemon=True)
                 try:
-                    result = read(function)
+                    thread.start()
+                except RuntimeError as error:
+                    raise OSError(errno.EAGAIN, str(error)) from None
+                self._jobs[address] = jobs
+
+            self._since[address] = monotonic()
+            self._jobs[address].put((settings, function, is_poll))
+
+    def _run(self, jobs: queue.SimpleQueue[Job], loop: asyncio.AbstractEventLoop) -> None:
+        """Read one chip again and again; the main function of a thread."""
+        while True:
+            settings, function, is_poll = jobs.get()
+            has_turn = self._turn.acquire(timeout=SLOW_AFTER)
+            result: Reading | OSError | None = None
+            with log_and_continue(f"reading {function.address}"):
+                try:
+                    result = read_chip(settings, function, is_poll=is_poll)
                 except OSError as error:  # the daemon's own
                     result = error
-            self._results.put((function.bdf, result))
+            if has_turn:
+                self._turn.release()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._end, function.address, result)
 
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._wake)
+    def _end(self, address: str, result: Reading | OSError | None) -> None:
+        """Take the result of a reading; the last one wakes the loop."""
+        del self._since[address]
+        if result is not None:
+            self._results.append(result)
+        if self.are_settled(monotonic()):
+            self._wake()
 
     def collect(self) -> list[Reading]:
         """Return the readings since the last call; raises the daemon's own OSError."""
-        readings = []
-        failure = None
-        while not self._results.empty():
-            bdf, result = self._results.get()
-            del self._since[bdf]
-            if isinstance(result, Reading):
-                readings.append(result)
-            elif isinstance(result, OSError):
-                failure = result
+        results, self._results = self._results, []
+        for result in results:
+            if isinstance(result, OSError):
+                raise result
+        return [result for result in results if isinstance(result, Reading)]
 
-        if failure:  # then the loop has all chips read again
-            raise failure
-        return readings
+    def blocked(self, now: float) -> list[str]:
+        """Return the addresses of chips of which the reading takes too long."""
+        return [address for address, since in self._since.items() if now - since >= READ_TIMEOUT]
 
-    def take_skipped(self) -> bool:
-        """Return whether chips must be submitted again: once, after the read that made them wait.
+    def are_settled(self, now: float) -> bool:
+        """Return whether every reading has ended or is slow."""
+        return all(now - since >= SLOW_AFTER for since in self._since.values())
 
-        That read may have begun before the event for which they were submitted.
-        """
-        skipped = self._skipped - self._since.keys()
-        self._skipped -= skipped
-        return bool(skipped)
-
-    def under_way(self, now: float) -> dict[str, ReadState]:
-        """Return the state of each read that has not been collected, by the chip's address."""
-        states = {}
-        for bdf, since in self._since.items():
-            if now - since >= READ_TIMEOUT:
-                states[bdf] = ReadState.BLOCKED
-            elif now - since >= SLOW_AFTER:
-                states[bdf] = ReadState.SLOW
-            else:
-                states[bdf] = ReadState.RUNNING
-        return states
-
-    def is_settled(self, now: float) -> bool:
-        """Return whether every read has ended or is slow."""
-        return ReadState.RUNNING not in self.under_way(now).values()
-
-    def is_over(self, now: float) -> bool:
-        """Return whether every read has ended or counts as blocked."""
-        return all(state is ReadState.BLOCKED for state in self.under_way(now).values())
+    def due(self, now: float) -> float:
+        """Return when the next reading becomes slow, or counts as blocked."""
+        times = [inf]
+        for since in self._since.values():
+            times += [each for each in (since + SLOW_AFTER, since + READ_TIMEOUT) if each > now]
+        return min(times)
 
 
 # ==== FILES: for others, and to survive a restart =================================================
 
 
-# Raised while a JSON document is read that has another form than expected.
-OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+def replace_file(path: str, text: str, mode: int) -> None:
+    """Write a file anew; raises OSError.
 
-
-class OutputFile:
-    """A file that is replaced when its text changes, and removed if that fails.
-
-    A new file is created and renamed: nothing that another user has put in its place is followed or
-    written to. Without its directory nothing reads it, so it is not written.
+    It is created and renamed: nothing that another user has put in its place is followed or written
+    to.
     """
+    new = f"{dirname(path)}/.{basename(path)}.new"
+    if_exists(os.unlink, new)  # of a daemon that was killed
 
-    def __init__(self, path: str, mode: int = 0o644, *, keep_outdated: bool = False) -> None:
-        """`keep_outdated`: do not remove the file if it cannot be written."""
-        self.path = path
-        self.problem: str | None = None  # why it is not as it should be
-        self._mode = mode
-        self._keep_outdated = keep_outdated
-        # The text that was written last, and the file's identity then; None for no file.
-        self._written: tuple[str | None, FileStamp | None] | None = None
-
-    def keep(self, text: str | None) -> None:
-        """Write the text, None for no file, unless the file is as it should be."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), mode)
+        os.replace(new, path)
+    except OSError:
         with suppress(OSError):
-            if self._written == (text, file_stamp(self.path)):
-                return
-        if text is None:
-            self._report(self._remove())
-        else:
-            self.write(text)
+            os.unlink(new)
+        raise
 
-    def write(self, text: str) -> None:
-        """Write the text; if that fails, remove a file with another text, and record why.
 
-        A file that has the text already is as it should be.
-        """
-        self._written = None
-        problem = None
-        try:
-            self._replace(text)
-            self._written = (text, file_stamp(self.path))
-        except FileNotFoundError:  # no line in the log, as nothing reads files there
-            self.problem = f"{dirname(self.path)} does not exist"
-            return
-        except OSError as error:
-            if not self._has(text):
-                problem = f"cannot be written: {error.strerror}"
-                if not self._keep_outdated:
-                    problem = self._remove() or problem
-
-        self._report(problem)
-
-    def _replace(self, text: str) -> None:
-        """Replace the file; raises OSError."""
-        new = f"{dirname(self.path)}/.{basename(self.path)}.new"
-        try:
-            if_exists(os.unlink, new)  # of a daemon that was killed
-
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)
-                os.fchmod(file.fileno(), self._mode)
-            os.replace(new, self.path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(new)
-            raise
-
-    def _has(self, text: str) -> bool:
-        """Return whether the file has this text already, as written by a former daemon."""
-        content = text.encode()
-        with suppress(OSError, ValueError):
-            return read_others_file(self.path, len(content)) == content
-        return False
-
-    def _remove(self) -> str | None:
-        """Remove the file; return why that fails."""
-        try:
-            if_exists(os.unlink, self.path)
-        except OSError as error:
-            return f"is out of date and cannot be removed: {error.strerror}"
-        self._written = (None, None)
-        return None
-
-    def _report(self, problem: str | None) -> None:
-        """Record why the file is not as it should be; a new problem is logged."""
-        if problem and problem != self.problem:
-            log.warning("%s %s", self.path, problem)
-        self.problem = problem
+def has_text(path: str, text: str) -> bool:
+    """Return whether a file has exactly this text."""
+    content = text.encode()
+    with suppress(OSError, ValueError):
+        return read_others_file(path, len(content)) == content
+    return False
 
 
 class OutputFiles:
-    """The files for others, also files that a former configuration wanted."""
+    """The files for others. Without its directory nothing reads a file, so it is not written."""
 
-    def __init__(self, former: Iterable[str]) -> None:
-        self.by_path = {path: OutputFile(path) for path in former}
+    def __init__(self) -> None:
+        self.problems: dict[str, Problem] = {}  # by path
 
-    def keep(self, wanted: Mapping[str, str | None], unmanaged: Collection[str]) -> None:
-        """Write these texts by path, None for no file, and remove the other files.
-
-        `unmanaged`: paths that are left as they are, as write() writes these files.
-        """
-        for path in sorted({*wanted, *self.by_path}.difference(unmanaged)):
-            file = self.by_path.setdefault(path, OutputFile(path))
-            file.keep(wanted.get(path))
-
-            # While the removal fails, the file stays here to be tried again.
-            if path not in wanted and not os.path.lexists(path):
-                del self.by_path[path]
-
-    @property
-    def problems(self) -> dict[str, str]:
-        """Return why files are not as they should be, by path."""
-        return {path: file.problem for path, file in self.by_path.items() if file.problem}
+    def keep(self, path: str, text: str | None) -> None:
+        """Write a file with this text, unless it has it; None: remove the file."""
+        self.problems.pop(path, None)
+        if not isdir(dirname(path)):
+            return
+        try:
+            if text is None:
+                if_exists(os.unlink, path)
+            elif not has_text(path, text):
+                replace_file(path, text, 0o644)
+        except OSError as error:
+            self._note(path, error)
 
     def write(self, path: str, text: str) -> None:
-        """Write a file, also if it has not changed: its time shows that the daemon is alive."""
-        self.by_path.setdefault(path, OutputFile(path)).write(text)
+        """Write a file, also if it has the text: its time shows that the daemon is alive."""
+        self.problems.pop(path, None)
+        try:
+            replace_file(path, text, 0o644)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._note(path, error)
+
+    def _note(self, path: str, error: OSError) -> None:
+        """Record that a file cannot be written.
+
+        A directory that is newer than the service is read-only in its sandbox. For other
+        directories than these, the unit needs ReadWritePaths=.
+        """
+        usual = Settings()
+        directories = (usual.cdi_dir, usual.labels_dir, dirname(usual.metrics_file))
+        is_new = error.errno == errno.EROFS and dirname(path) in directories
+        command = "systemctl restart tt-device-plugin" if is_new else ""
+        text = f"{path} cannot be written: {error.strerror}"
+        self.problems[path] = Problem("files", text, command)
 
 
 class SavedState(NamedTuple):
-    """The state that a daemon leaves to the next one."""
+    """What a daemon leaves to the next one of the same boot."""
 
-    files: Sequence[str] = ()  # for others, also from an earlier boot
-    chips: Mapping[str, ChipState] = {}
-    holds: Sequence[HoldState] = ()
+    chips: Mapping[str, Chip] = {}  # by address
+    holds: SavedHolds = SavedHolds()
 
 
 class StateFile:
@@ -5028,120 +3732,88 @@ class StateFile:
     It is root's own and taken as it is. If it does not fit, it is discarded as a whole.
     """
 
-    FORMAT = 6
+    FORMAT = 7
     MAX_BYTES = 16 << 20
 
     def __init__(self, settings: Settings) -> None:
+        self.problem: Problem | None = None
         self._boot = read_text(f"{settings.proc}/sys/kernel/random/boot_id")
-        self._file: OutputFile | None = None
-        if settings.state_dir:
-            path = f"{settings.state_dir}/state.json"
-            self._file = OutputFile(path, 0o600, keep_outdated=True)
-
-    @property
-    def problems(self) -> dict[str, str]:
-        """Return why the file is not as it should be, by its path."""
-        file = self._file
-        return {file.path: file.problem} if file and file.problem else {}
+        self._path = f"{settings.state_dir}/state.json" if settings.state_dir else None
+        self._written = ""
 
     def load(self) -> SavedState:
         """Return the saved state."""
-        if self._file is None:
+        if not self._path or not self._boot:
             return SavedState()
-
-        path = self._file.path
         try:
-            document = json.loads(read_others_file(path, self.MAX_BYTES))
+            document = json.loads(read_others_file(self._path, self.MAX_BYTES))
             if document["format"] != self.FORMAT:
                 raise ValueError(f"format {document['format']}, not {self.FORMAT}")
-
-            files = [str(each) for each in document["files"]]
-            if not self._boot or document["boot"] != self._boot:
-                return SavedState(files)
-
-            return SavedState(
-                files,
-                {bdf: ChipState.from_saved(bdf, each) for bdf, each in document["chips"].items()},
-                [HoldState.from_saved(each) for each in document["holds"]],
-            )
-
+            if document["boot"] != self._boot:
+                return SavedState()
+            chips = {each: saved_chip(each, saved) for each, saved in document["chips"].items()}
+            return SavedState(chips, saved_holds(document["holds"]))
         except FileNotFoundError:
             return SavedState()
         except (OSError, *OTHER_FORM) as error:
-            log.warning("%s is discarded: %s: %s", path, type(error).__name__, error)
+            log.warning("%s is discarded: %s: %s", self._path, type(error).__name__, error)
             return SavedState()
 
-    def save(self, files: Sequence[str], chips: Json, holds: Sequence[Json]) -> None:
+    def save(self, chips: Json, holds: Json) -> None:
         """Write the file if its content has changed; see SavedState and to_saved()."""
-        if self._file:
-            document = {
-                "format": self.FORMAT,
-                "boot": self._boot,
-                "files": files,
-                "chips": chips,
-                "holds": holds,
-            }
-            self._file.keep(json.dumps(document))
+        if not self._path or not self._boot:
+            return
+        document = {"format": self.FORMAT, "boot": self._boot, "chips": chips, "holds": holds}
+        text = json.dumps(document)
+        if text == self._written:
+            return
+        try:
+            replace_file(self._path, text, 0o600)
+            self._written, self.problem = text, None
+        except OSError as error:
+            problem = Problem("files", f"{self._path} cannot be written: {error.strerror}")
+            if self.problem is None:
+                log.warning("%s", problem)
+            self.problem = problem
 
 
 # ==== SYSTEMD: readiness, status, watchdog, logs ==================================================
 
-# Bytes of a status. systemd ignores a message of more than 4096 bytes (manager.c's
-# NOTIFY_BUFFER_MAX), so it would show the status before.
-STATUS_MAX = 4096 - len("STATUS=")
-
-
-def without_middle(text: str, most: int) -> str:
-    """Return a text of at most so many bytes of UTF-8: its begin and its end, if it is longer."""
-    content = text.encode()
-    if len(content) <= most:
-        return text
-    half = (most - len("…".encode())) // 2
-    begin, end = content[:half], content[-half:]
-    return f"{begin.decode(errors='ignore')}…{end.decode(errors='ignore')}"
+STATUS_MAX = 4000  # bytes; systemd ignores a message of more than 4096 (manager.c)
+NOTIFY_TIMEOUT = 0.1  # seconds that a manager whose queue is full may delay the loop
 
 
 class ServiceManager:
     """Notifies systemd (sd_notify(3))."""
 
     def __init__(self, environ: Environment) -> None:
-        self.status = ""
+        self.status = ""  # that systemd has
         self._environ = environ
         self._socket = sdnotify.SystemdNotifier().socket  # None: there is no manager
         if self._socket:
-            self._socket.setblocking(False)  # a manager that hangs must not block the loop
-        self._unsent = deque[str]()
+            self._socket.settimeout(NOTIFY_TIMEOUT)
         # Half of the time-out, as sd_watchdog_enabled(3) recommends.
         timeout = to_integer(environ.get("WATCHDOG_USEC"))
         self.feed_interval = timeout / 2e6 if timeout else inf  # seconds
 
-    def notify(self, *states: str) -> None:
-        """Send a message. If the manager's queue is full, it follows with the next one."""
+    def notify(self, *states: str) -> bool:
+        """Send a message; return whether the manager has it, if there is one."""
         if self._socket is None:
-            return
-        self._unsent.append("\n".join(states))
-        while self._unsent:
-            try:
-                self._socket.send(self._unsent[0].encode())
-            except BlockingIOError:
-                return
-            except OSError:  # the manager has gone
-                pass
-            self._unsent.popleft()
+            return True
+        with suppress(OSError):  # it hangs, or has gone
+            self._socket.send("\n".join(states).encode())
+            return True
+        return False
 
     def show(self, status: str) -> None:
         """Set the status that `systemctl status` shows, if it has changed."""
-        status = without_middle(status, STATUS_MAX)
-        if status != self.status:
+        status = status.encode()[:STATUS_MAX].decode(errors="ignore")
+        if status != self.status and self.notify(f"STATUS={status}"):
             self.status = status
-            self.notify(f"STATUS={status}")
 
     def feed_watchdog(self) -> None:
         """Notify that the loop works, if the unit has WatchdogSec=."""
         if self.feed_interval < inf:
-            # One is enough, however long the manager takes to read it.
-            with suppress(ValueError):
-                self._unsent.remove("WATCHDOG=1")
             self.notify("WATCHDOG=1")
 
     def sockets(self, name: str) -> list[socket.socket]:
@@ -5189,7 +3861,8 @@ def set_up_logging(environ: Environment, *, has_timestamps: bool) -> None:
 
 NETLINK_KOBJECT_UEVENT = 15
 OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
-SOCKET_PREFIX = "tt-"  # of the daemon's sockets in the kubelet's directory
+KUBELET_SOCKET = "kubelet.sock"  # in the kubelet's directory; each kubelet creates a new one
+SOCKET_PREFIX = "tt-"  # of the daemon's sockets in that directory
 
 # inotify(7): events of a directory's entries, then of the directory itself; a flag.
 IN_MOVED_FROM = 0x40
@@ -5268,15 +3941,12 @@ class PluginDirectory:
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
-        self.problem: str | None = None  # why it cannot exist yet
+        self.missing: Problem | None = None  # why it does not exist yet
         self.is_watched = False
         self._wake = wake
         self._has_changed = False  # since the last take_changes()
-        # Names of others' files, and kubelet.sock; kept without inotify only.
-        self._seen: tuple[frozenset[str], FileStamp | None] = (frozenset(), None)
         self._locked: int | None = None  # descriptor of the directory
         self._inotify: int | None = None  # descriptor
-        self._has_failed = False  # the last attempt to watch; of failures in a row one is logged
 
     def close(self) -> None:
         for descriptor in (self._inotify, self._locked):
@@ -5285,65 +3955,46 @@ class PluginDirectory:
                 os.close(descriptor)
 
     def check(self) -> None:
-        """Create, lock and watch the directory, if it is not watched; raises DirectoryError.
+        """Create, lock and watch the directory, or see that it is the same; raises DirectoryError.
 
         It waits for the directory around it, the kubelet's own, which can be a link (MicroK8s).
         """
         parent = dirname(self.path)
-        self.problem = None
-        if not isdir(parent):
-            why = "is a link to nothing" if os.path.islink(parent) else "does not exist"
-            self.problem = f"no kubelet is installed ({parent} {why})"
-            self.is_watched = False
+        if self._locked is None and not isdir(parent):
+            text = f"no kubelet is installed ({parent} does not exist)"
+            self.missing = Problem("kubelet", text)
             return
 
+        self.missing = None
         try:
-            self._create_and_lock()
-        except FileNotFoundError:  # it was deleted meanwhile; the next turn makes it again
-            self.is_watched = False
-            return
+            if self._locked is None:
+                self._create_and_lock()
+            elif not os.path.samestat(os.fstat(self._locked), os.stat(self.path)):
+                # A new one is read-only in this service's mount namespace.
+                raise OSError(errno.ESTALE, "it was replaced")
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it is not writable")
         except OSError as error:
-            why = error.strerror or str(error)
-            if os.path.islink(self.path) and not exists(self.path):
-                why = "it is a link to nothing"
-            reason = f"{self.path} cannot be used: {why}; exiting"
+            reason = f"{self.path} cannot be used: {error.strerror or error}; exiting"
             raise DirectoryError(EXIT_DIRECTORY_UNUSABLE, reason) from None
 
         if not self.is_watched:
             self._watch()
 
     def _create_and_lock(self) -> None:
-        """Create and lock the directory, if it is a new one; raises OSError, DirectoryError."""
-        if not isdir(self.path):
-            try:
-                os.mkdir(self.path)
-                os.chmod(self.path, 0o750)  # despite the umask
-            except FileExistsError:
-                if not isdir(self.path):
-                    raise  # the kubelet has not made it meanwhile
-
-        status = os.stat(self.path)
-        if self._locked is None or not os.path.samestat(os.fstat(self._locked), status):
-            self._lock()
-        if not os.access(self.path, os.W_OK | os.X_OK):
-            os.stat(self.path)  # raises FileNotFoundError if it was deleted
-            raise PermissionError(errno.EACCES, "it is not writable")
-
-    def _lock(self) -> None:
-        """Lock the directory; raises DirectoryError if another process has locked it.
+        """Create the directory if it is missing, and lock it; raises OSError, DirectoryError.
 
         A lock ends with its descriptor, so with this process at the latest (flock(2)).
         """
-        former, self._locked = self._locked, os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        self.is_watched = False
-        if former is not None:
-            os.close(former)
+        with suppress(FileExistsError):
+            os.mkdir(self.path)
+            os.chmod(self.path, 0o750)  # despite the umask
 
+        self._locked = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = holder_of_lock(os.fstat(self._locked).st_ino)
-            reason = f"{self.path} is in use by {holder}; exiting"
+            reason = f"{self.path} is in use by another tt-device-plugin; exiting"
             raise DirectoryError(EXIT_ALREADY_RUNNING, reason) from None
 
     def _watch(self) -> None:
@@ -5355,195 +4006,137 @@ class PluginDirectory:
             descriptor = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             if descriptor >= 0:
                 self._inotify = descriptor
-                asyncio.get_running_loop().add_reader(descriptor, self._read)
+                asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor)
 
         if self._inotify is not None:
             mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
             self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
-            self._has_changed |= self.is_watched  # what came or went before has caused no event
-
-        if not self.is_watched and not self._has_failed:
-            reason = f"{os.strerror(ctypes.get_errno())}; raise fs.inotify.max_user_*"
-            log.warning("cannot watch %s (%s); polling instead", self.path, reason)
-        self._has_failed = not self.is_watched
 
     def take_changes(self) -> bool:
-        """Return whether files of others have come or gone since the last call; raises OSError.
-
-        The first call after the directory is watched returns that, too.
-        """
+        """Return whether files of others have come or gone since the last call, or may have."""
         has_changed, self._has_changed = self._has_changed, False
-        if not self.is_watched:
-            names = frozenset(filter(_is_of_others, names_in(self.path)))
-            seen = names, file_stamp(f"{self.path}/{KUBELET_SOCKET}")
-            has_changed |= seen != self._seen
-            self._seen = seen
-        return has_changed
+        return has_changed or not self.is_watched
 
-    def _read(self) -> None:
+    def _read(self, inotify: int) -> None:
         """Note the events that wait, and wake the loop for those that need a turn.
 
-        file                     needs a turn             is a change (see _is_of_others())
-        -----------------------------------------------------------------------------------
+        file                     needs a turn             is a change
+        ------------------------------------------------------------------
         ".NUMBER"                no: it will be renamed   no
         the checkpoint           yes                      no
         the daemon's sockets     unless it is new         no
         others, the directory    yes                      yes
         """
-        if self._inotify is None:
-            return
-
-        events = os.read(self._inotify, 65536)
+        events = os.read(inotify, 65536)
         needs_turn = False
         while events:
             _, mask, _, length = INOTIFY_EVENT.unpack_from(events)
             end = INOTIFY_EVENT.size + length
             name = os.fsdecode(events[INOTIFY_EVENT.size : end].rstrip(b"\0"))
             events = events[end:]
-            self._has_changed |= _is_of_others(name)
 
-            is_new_socket = name.startswith(SOCKET_PREFIX) and bool(mask & IN_CREATE)
-            needs_turn |= not is_new_socket and not name.startswith(".")
+            is_own = name.startswith(SOCKET_PREFIX)
+            needs_turn |= not name.startswith(".") and not (is_own and mask & IN_CREATE)
+            self._has_changed |= not name.startswith(".") and not is_own and name != CHECKPOINT
         if needs_turn:
             self._wake()
 
 
-def _is_of_others(name: str) -> bool:
-    """Return whether a file in the kubelet's directory says something about the kubelet.
-
-    The name is empty in events of the directory itself, which do.
-    """
-    return not name.startswith((SOCKET_PREFIX, ".")) and name != CHECKPOINT
-
-
-def holder_of_lock(inode: int) -> str:
-    """Return the process that has locked a file, by /proc/locks (proc(5))."""
-    pattern = rf"^\d+: FLOCK +\S+ +WRITE +(\d+) \S+:{inode} "
-    match = re.search(pattern, read_text("/proc/locks") or "", re.MULTILINE)
-    if match is None:
-        return "another process"
-    return f"process {match[1]} ({read_text(f'/proc/{match[1]}/comm')!r})"
-
-
-# ==== HOST: observes this machine, and decides ====================================================
+# ==== HOST: what loop and calls share =============================================================
 
 
 class Host:
-    """The one owner of settings, inventory and holds, and all else that loop and calls share."""
+    """The one owner of settings, inventory and holds."""
 
     def __init__(self, settings: Settings, wake: Wake) -> None:
         """Begin with the state that the last daemon has saved, if it is of this boot."""
         self.settings = settings
         self.state_file = StateFile(settings)
         saved = self.state_file.load()
-        self.files = OutputFiles(saved.files)
-
-        self.inventory = Inventory(dict(saved.chips))
+        self.inventory = Inventory(saved.chips)
         self.holds = HoldBook(settings, saved.holds)
-        self.directories = Directories(settings, monotonic())
-        self.readers = TelemetryReaders(wake)
+        self.names: Mapping[str, str] = {}  # of pods, see pod_names()
+        self.directories = Directories()
+        self.files = OutputFiles()
+        self.readers = Readers(wake)
 
         self.rejected: str | None = None  # why the configuration on disk is not in force
-        self.waits_for_directory: str | None = None  # why the kubelet's cannot be used yet
-        self.problems: dict[str, Reason] = {}  # of the host, by subject
-        self.wake = wake
+        self.unreadable: Problem | None = None  # the last turn could not observe, or not apply
+        self.no_kubelet: Problem | None = None  # there is no directory of a kubelet
+        self._looked_at = -inf  # when pods' cgroups were last looked at
 
-        # Seconds of the monotonic clock.
-        self.save_by = inf  # until when a new answer must be saved
-        self.scanned_at = -inf  # when chips were last looked for
-        self.polled_at = -inf  # when a poll was last begun
-        self.looked_at = -inf  # when pods' cgroups were last looked at
-
-        self.applied: Decision | None = None  # the last decision that the loop has applied
-        self._decision: Decision | None = None
-
-    @property
-    def is_unreadable(self) -> bool:
-        """Return whether the last turn of the loop could not observe, or not apply."""
-        return UNREADABLE_HOST in self.problems
-
-    def read_chips(self, *, is_poll: bool, details: bool = False) -> None:
-        """Scan for chips, and have each read; with `details`, its sensors and processes, too."""
+    def scan(self, *, is_poll: bool) -> None:
+        """Look for chips, and have each read; raises OSError."""
         self.inventory.scan(self.settings)
-        self.scanned_at = monotonic()
-        if is_poll:
-            self.polled_at = self.scanned_at
-        settings = self.settings if details else None
-        self.readers.submit(self.inventory.present, is_poll=is_poll, settings=settings)
+        self.readers.submit(self.settings, self.inventory.present, is_poll=is_poll)
 
     def take_readings(self, now: float) -> None:
-        """Record readings of chips, and which reads are late; raises OSError."""
+        """Record readings of chips, and which take too long; raises OSError."""
         self.inventory.apply(self.readers.collect(), self.settings.health)
-        for bdf, read in self.readers.under_way(now).items():
-            state = self.inventory.states[bdf]
-            if read is not ReadState.RUNNING:
-                state.start_listing()  # READY does not wait for a chip whose reads are slow
-            if read is ReadState.BLOCKED:
-                state.block()
+        self.inventory.block(self.readers.blocked(now))
 
-    def refresh_holds(self, now: float, *, look: bool = False) -> None:
-        """Read the checkpoint if it has changed, and look at pods' cgroups then, or if wanted.
+    def refresh_holds(self, *, max_age: float = inf) -> None:
+        """Read the checkpoint if it has changed; look at pods' cgroups then, or after `max_age`.
 
         Raises OSError.
         """
-        if look:
-            self.looked_at = now
-        self.holds.refresh(now, self.settings.resource_domain, look=look)
+        now = monotonic()
+        if self.holds.refresh(now, look=now - self._looked_at >= max_age):
+            self._looked_at = now
+            self.names = pod_names(self.settings)
 
-    def decide(self, now: float) -> Decision:
-        """Return the desired state, the same object until something changes."""
-        observation = Observation(
+    def decide(self) -> Decision:
+        """Return the desired state."""
+        inventory = self.inventory
+        holds = self.holds.current(monotonic())
+        return decide(
             self.settings,
-            self.inventory.chips,
-            self.inventory.unsupported,
-            self.inventory.driver,
-            self.holds.current(now),
-            self.holds.names,
-            self.holds.problem,
-            host_mounts(self.settings),
+            inventory.chips,
+            holds,
+            self.names,
+            inventory.driver,
+            inventory.unsupported,
         )
 
-        if self._decision is None or observation != self._decision.observation:
-            self._decision = decide(observation, self._decision)
-        return self._decision
+    def problems(self, decision: Decision) -> list[Problem]:
+        """Return all that is known not to be right."""
+        found = problems_of(decision)
+        for resource in decision.resources.values():
+            if is_anothers(resource, self.holds.registered):
+                text = "another device plugin has registered this resource; stop that plugin"
+                found.append(Problem(resource.name, text, level="FAIL"))
 
-    def unnamed_directories(self, decision: Decision, now: float) -> set[str]:
-        """Return the directories that can be removed; raises OSError."""
-        # Without a checkpoint, or one of its entries, the holds may not be all that there are.
-        holds = self.holds
-        if not holds.has_read or holds.problem or holds.unreadable:
-            return set()
-        return self.directories.unnamed(decision.holds, now)
+        if self.holds.problem:
+            text = f"{self.holds.problem}; the kubelet writes it again when the next pod starts"
+            found.append(Problem("kubelet", text))
+        if self.holds.has_no_processes(monotonic()):
+            text = (
+                "no pod has a process in its cgroup, so devices of a pod that is deleted by force "
+                "are not protected; give kubelet and container runtime the same cgroup driver"
+            )
+            found.append(Problem("kubelet", text))
 
-    def note_problem(self, subject: str, problem: Reason | None) -> None:
-        """Record a problem of the host, None if there is none; a new one is logged."""
-        if problem and problem != self.problems.get(subject):
-            log.warning("%s", problem)
-        if problem:
-            self.problems[subject] = problem
-        else:
-            self.problems.pop(subject, None)
+        found += self.files.problems.values()
+        found += self.directories.problems.values()
+        others = [self.directories.unremoved, self.state_file.problem, self.no_kubelet]
+        return found + [problem for problem in [*others, self.unreadable] if problem]
+
+    def put_directories_in_order(self, decision: Decision) -> None:
+        """Begin to remove the directories that nothing names, and make those that are missing."""
+        named = self.named_directories(decision.holds)
+        if self.holds.has_read:  # else the holds may not be all that there are
+            self.directories.remove_unnamed(named, self.settings)
+        self.directories.make_missing(named, self.settings)
+
+    def named_directories(self, holds: Iterable[Hold]) -> set[str]:
+        """Return the directories that must exist. `holds`: the current ones."""
+        unwritten = self.holds.unwritten(monotonic())
+        return set(chain(*(hold.directories for hold in [*holds, *unwritten])))
 
     def save_state(self) -> None:
-        """Save the state that the next daemon cannot read again."""
-        self.save_by = inf
-        chips = {}
-        for bdf, state in self.inventory.states.items():
-            if state.chip.was_present:
-                chips[bdf] = state.to_saved()
-        self.state_file.save(sorted(self.files.by_path), chips, self.holds.to_saved())
-
-    def view(self, decision: Decision, service: Service | None = None) -> Json:
-        """Return what `list` and `check` show; without a daemon, only the host itself is known."""
-        return view_of_node(
-            decision,
-            self.inventory.states,
-            service,
-            knows_pods=self.holds.has_read,
-            unreadable=self.holds.unreadable,
-            booted_at=time.time() - seconds_since_boot(),
-        )
+        """Save what the next daemon of this boot cannot read again."""
+        self.state_file.save(self.inventory.to_saved(), self.holds.to_saved())
 
 
 # ==== REQUESTS: observe, decide, answer ===========================================================
@@ -5551,9 +4144,8 @@ class Host:
 LINK_TIMEOUT = 1.0  # seconds that udev has to make a chip's link
 LINK_INTERVAL = 0.02
 START_TIMEOUT = 25.0  # seconds; the kubelet waits 30 for PreStartContainer
-START_INTERVAL = 0.1  # seconds between looks at pods while a container waits, or is created
-EMPTY_WITHIN = 1.0  # seconds that a start waits for the pages of former pods
-SAVED_WITHIN = 1.0  # seconds; mostly the container's start comes before, and saves it
+START_INTERVAL = 0.1  # seconds between looks at pods while a container's start waits
+REMOVED_WITHIN = 1.0  # seconds that a start waits for the pages of former pods
 
 
 class Allocator:
@@ -5561,53 +4153,23 @@ class Allocator:
 
     def __init__(self, host: Host) -> None:
         self.counts = Counts()
-        self._host = host
+        self.host = host
 
-    def _decide(self, *, look: bool = False) -> Decision:
+    def _decide(self) -> Decision:
         """Observe, and return the decision for a call at this moment; raises OSError."""
-        host, now = self._host, monotonic()
-        host.refresh_holds(now, look=look)
-        decision = host.decide(now)
-        # For example, an ID that has gone with its hold leaves the list before the next request.
-        if decision is not host.applied:
-            host.wake()
-        return decision
+        self.host.refresh_holds(max_age=0.0)
+        return self.host.decide()
 
     async def allocate(self, name: str, containers: Containers) -> list[Edits]:
         """Return the edits for containers with these IDs; raises RequestError, OSError."""
         result = "refused"
         try:
-            answer = await self._allocate(name, containers)
+            resource, links = await self._find_links(name, containers)
+            answers = [self._answer(resource, ids, links) for ids in containers]
             result = "granted"
-            return answer
+            return answers
         finally:
             self.counts[name, result] += 1
-
-    async def _allocate(self, name: str, containers: Containers) -> list[Edits]:
-        """Check the request, wait for udev's links, and record a hold for each container.
-
-        `name`: of the resource. Raises RequestError, OSError.
-        """
-        resource, links = await self._find_links(name, containers)
-        settings = self._host.settings
-        answers: list[Edits] = []
-        for ids in containers:
-            if answers:  # kubelets name one container; others could name thousands
-                await asyncio.sleep(0)
-                resource, settings = self._decide().resource(name), self._host.settings
-                check_request(resource, [ids])
-
-            # The hold is read from the answer, as it will be from the kubelet's checkpoint.
-            chips = resource.chips(ids)
-            hold = Hold(name, frozenset(ids), name=_new_name(chips))
-            mounts = self._mounts(hold, resource, settings)
-            edits = container_edits(chips, links, settings, mounts, hold.name)
-            self._host.holds.add(read_answer(edits).of(name, ids), monotonic())
-            answers.append(edits)
-
-        self._host.save_by = min(self._host.save_by, monotonic() + SAVED_WITHIN)
-        self._host.wake()
-        return answers
 
     async def _find_links(
         self, name: str, containers: Containers
@@ -5615,72 +4177,72 @@ class Allocator:
         """Check a request; return its resource and udev's links, by address of the chip.
 
         The kubelet keeps the answer for the pod's life, so it is worth waiting for a link, which
-        udev makes a little later than the device file. If it takes longer than LINK_TIMEOUT, the
-        file itself is used. Anything can change meanwhile, also the settings: all is checked again.
-        Raises RequestError, OSError.
+        udev makes a little later than the device file; in a container (LXC) no udev runs. Anything
+        can change meanwhile, also the settings: all is checked again. Raises RequestError, OSError.
         """
         deadline = monotonic() + LINK_TIMEOUT
-        decision = self._decide(look=True)
         while True:
-            settings = self._host.settings
-            by_cdi = settings.device_list_strategy == "cdi"
-            if by_cdi and "CDI" in self._host.problems:
-                raise RequestError(Status.UNAVAILABLE, self._host.problems["CDI"].problem)
-
-            resource = decision.resource(name)
+            settings = self.host.settings
+            resource = self._decide().resource(name)
             check_request(resource, containers)
-
-            links = {}
-            for chip in resource.chips(chain(*containers)):
+            chips = resource.chips(chain(*containers))
+            for chip in chips:
                 # Looked at now: a uevent about the file may still be on the way.
                 if fault := file_fault_now(chip.function):
-                    reason = f"device {chip.bdf}: device file is invalid: {fault}"
+                    reason = f"device {chip.address}: device file is invalid: {fault}"
                     raise RequestError(Status.FAILED_PRECONDITION, reason)
-                if not by_cdi:
-                    links[chip.bdf] = link_path(settings, chip.function)
 
-            has_all_links = all(links.values()) or not expects_links(settings)
-            if has_all_links or monotonic() >= deadline:
-                return resource, {bdf: link for bdf, link in links.items() if link}
+            if settings.device_list_strategy == "cdi":
+                path = f"{settings.cdi_dir}/{CDI_FILE}"
+                if problem := self.host.files.problems.get(path):
+                    raise RequestError(Status.UNAVAILABLE, problem.text)
+                return resource, {}
+
+            links = {chip.address: link_path(settings, chip.function) for chip in chips}
+            udev_runs = exists(settings.udev_control)
+            if all(links.values()) or not udev_runs or monotonic() >= deadline:
+                return resource, {address: link for address, link in links.items() if link}
             await asyncio.sleep(LINK_INTERVAL)
-            decision = self._decide()
 
-    def _mounts(self, hold: Hold, resource: Resource, settings: Settings) -> list[Mount]:
-        """Return the mounts of a container, and make its directories; raises RequestError."""
-        host = self._host
+    def _answer(self, resource: Resource, ids: Sequence[str], links: Mapping[str, str]) -> Edits:
+        """Return the edits for one container, with its directories; raises OSError."""
+        host, settings = self.host, self.host.settings
+        chips = resource.chips(ids)
+        wanted = frozenset(ids)
+        token = f"{chips[0].address}-{os.urandom(8).hex()}"  # which no other answer ever had
+
         mounts: list[Mount] = []
-        try:
-            locks = lock_path(resource, hold.ids, settings)
-            if locks and locks != SHM:
-                host.directories.make_for_locks(locks)
+        if settings.has_private_hugepages:
+            # Another container of the pod, or of the shared device, can have one already.
+            name = host.holds.hugepages_for(resource.name, wanted, monotonic()) or token
+            mounts += settings.mounts
+            mounts += host.directories.make_for_hugepages(name, settings)
+        elif settings.device_list_strategy != "cdi":  # else they are in the CDI file
+            mounts += host_mounts(settings)
 
-            if settings.has_private_hugepages:
-                # Another container of the pod, or of the shared device, can have one already.
-                name = host.holds.directory_for(hold, monotonic()) or hold.name
-                taken = {mount.container for mount in settings.mounts}
-                free = [each for each in hugetlbfs_mounts(settings) if each.container not in taken]
-                mounts += settings.mounts
-                mounts += host.directories.make_for_hugepages(name, free)
-            elif settings.device_list_strategy != "cdi":  # else they are in the CDI file
-                mounts += host_mounts(settings)
-        except OSError as error:
-            reason = f"no directory for a container: {error.filename}: {error.strerror}"
-            raise RequestError(Status.UNAVAILABLE, reason) from None
-        return [*mounts, Mount(locks, SHM)] if locks else mounts
+        if resource.replicas and settings.sharing.lock_dir:
+            path = f"{settings.sharing.lock_dir}/{OWN_DIRECTORY}/{resource.short_name}"
+            make_directory(path, LOCKS_MODE)
+            mounts.append(Mount(path, SHM))
+
+        # The hold is read from the answer, as it will be from the kubelet's checkpoint.
+        edits = container_edits(chips, links, settings, mounts, token)
+        host.holds.add(hold_of(edits, resource.name, wanted), monotonic())
+        return edits
 
     def prefer(
-        self,
-        name: str,
-        question: pb.ContainerPreferredAllocationRequest,
-        listed: DeviceIds,
+        self, name: str, question: pb.ContainerPreferredAllocationRequest, listed: frozenset[str]
     ) -> list[str]:
         """Return the best IDs of a resource; raises RequestError, OSError.
 
         `listed`: all IDs that the kubelet may have been sent.
         """
-        # Not by the last look at pods: a pod that has ended since has a chip to choose.
-        decision = self._decide(look=True)
-        resource = decision.resource(name)
+        resource = self._decide().resource(name)
+        forgotten: set[str] = set()
+        if chips := self.host.holds.forgotten_chips(monotonic()):
+            for device in resource.unique_devices:
+                if not chips.isdisjoint(device.addresses):
+                    forgotten.update(device.ids)
 
         # An ID that has gone with its hold can be in the list that the kubelet still has.
         gone = listed.difference(resource.devices)
@@ -5689,7 +4251,7 @@ class Allocator:
             frozenset(question.available_deviceIDs) - gone,
             question.must_include_deviceIDs,
             question.allocation_size,
-            self._host.holds.forgotten_ids(name, decision.holds),
+            forgotten,
         )
 
     async def wait_until_free(self, name: str, ids: Collection[str]) -> None:
@@ -5698,107 +4260,52 @@ class Allocator:
         The kubelet gives the device of a pod that was deleted by force to the next pod while the
         first one still runs. It repeats a call that fails.
         """
-        host = self._host
-        deadline = monotonic() + START_TIMEOUT
-        decision = self._decide(look=True)
-        chips = frozenset(chip.bdf for chip in decision.resource(name).chips(ids))
-        call = host.holds.call(name, frozenset(ids), chips, monotonic())
-
+        host, holds = self.host, self.host.holds
+        call = Call(name, frozenset(ids), monotonic())
+        max_age = 0.0
         logged = ""
-        has_freed = False
         while True:
-            # Its pod can be deleted meanwhile: the kubelet does not cancel the call.
-            if host.holds.was_deleted(call, monotonic()):
-                raise RequestError(Status.FAILED_PRECONDITION, "the pod was deleted")
-
-            others = host.holds.waits_for(call, decision.holds)
-            if others:
-                reason = _why_waiting(call, others, decision)
-                if monotonic() > deadline:
-                    raise RequestError(Status.UNAVAILABLE, reason)
-                if reason != logged:
-                    log.info("%s: container start waits: %s", name, reason)
-                    logged = reason
-                await asyncio.sleep(START_INTERVAL)
-                # Starts that wait at the same time share their looks, also with the loop.
-                is_due = monotonic() - host.looked_at >= START_INTERVAL
-                decision = self._decide(look=is_due)
-                has_freed = False
-
-            elif has_freed:
+            host.refresh_holds(max_age=max_age)
+            blockers = holds.blockers(call, monotonic())
+            if blockers == []:
                 break
-            else:
-                # And then check once more, as another pod can begin to run meanwhile.
-                await self._free_pages(call, decision)
-                decision = self._decide()
-                has_freed = True
 
-        host.holds.allow(call, monotonic())
+            reason = _why_waiting(call, blockers, host.names)
+            if monotonic() - call.came_at > START_TIMEOUT:
+                raise RequestError(Status.UNAVAILABLE, reason)
+            if reason != logged:
+                log.info("%s: container start waits: %s", name, reason)
+                logged = reason
+            await asyncio.sleep(START_INTERVAL)
+            max_age = START_INTERVAL  # starts that wait at the same time share their looks
+
+        # Since the last look nothing was awaited, so that no other start was allowed.
+        holds.allow(call, monotonic())
         host.save_state()
-        host.wake()  # the loop looks often until the container was seen
 
-    async def _free_pages(self, call: Call, decision: Decision) -> None:
-        """Empty what former pods have left, so that a container finds the node's pages free.
-
-        At most for EMPTY_WITHIN; what takes longer is left to the loop. Raises RequestError,
-        OSError.
-        """
-        host = self._host
-        try:
-            for state in call.callers:
-                host.directories.put_right(state.hold)
-        except OSError as error:
-            reason = f"no directory for the container: {error.filename}: {error.strerror}"
-            raise RequestError(Status.UNAVAILABLE, reason) from None
-
-        deadline = monotonic() + EMPTY_WITHIN
-        while True:
-            now = monotonic()
-            try:
-                unnamed = host.unnamed_directories(decision, now) - call.directories
-                left_behind = host.holds.left_behind(call, decision.holds)
-                steps = RemovalSteps(seconds=STEPS_TAKE)
-                host.directories.clear(unnamed, left_behind, now, steps)
-                return
-            except OutOfSteps:
-                if monotonic() > deadline:
-                    log.warning(
-                        "%s: a container starts before all hugepages are free", call.resource
-                    )
-                    return
-
-            # Between two slices the loop takes its turns, and holds can change.
-            await asyncio.sleep(0)
-            decision = self._decide()
+        # The container finds the node's pages free, and its own directories there.
+        host.put_directories_in_order(host.decide())
+        await host.directories.removed(REMOVED_WITHIN)
+        host.directories.make_missing(
+            host.named_directories(holds.current(monotonic())), host.settings
+        )
 
 
-def _new_name(chips: Sequence[Chip]) -> str:
-    """Return a name for an answer that no other one ever had; it begins with an address."""
-    return f"{chips[0].bdf}-{os.urandom(8).hex()}"
+def _why_waiting(call: Call, blockers: Sequence[Hold] | None, names: Mapping[str, str]) -> str:
+    """Return why a start waits for the pods of these holds; see HoldBook.blockers()."""
+    if blockers is None:
+        return "the kubelet has not written its checkpoint yet"
 
+    pods = dict.fromkeys(hold.pod for hold in blockers)  # each once, in this order
+    if call.callers.isdisjoint(pods):
+        others = ", ".join(name_of_pod(pod, names) for pod in pods)
+        return f"{others} must end first; it still runs on the device"
 
-def _why_waiting(call: Call, others: Sequence[Hold], decision: Decision) -> str:
-    """Return why a start waits for these holds' pods."""
-    callers = [state.hold for state in call.callers if not state.has_left]
-    pods = dict.fromkeys(map(decision.name_of_pod, others))  # each once, in this order
-
-    # kubernetes #137534: one of the possible callers runs already, as its start was allowed first.
-    if {hold.key for hold in others} & {hold.key for hold in callers}:
-        names = " and ".join(pods | dict.fromkeys(map(decision.name_of_pod, callers)))
-        ids = ", ".join(sorted(call.ids))
-        return f"the kubelet has given {ids} to {names}; delete one of these pods"
-    return f"{', '.join(pods)} must end first; it still runs on the device"
-
-
-def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str | None:
-    """Return the host directory that containers on these IDs have as /dev/shm; None: their own.
-
-    There tt-umd's locks are, by which containers on one chip take turns.
-    """
-    path = settings.sharing.lock_dir
-    if not path or not any(map(is_replica, ids)):
-        return None
-    return path if path == SHM else f"{path}/{resource.short_name}"
+    # kubernetes #137534: one of the callers runs already, as its start was allowed first.
+    both = [*pods, *sorted(call.callers.difference(pods))]
+    named = " and ".join(name_of_pod(pod, names) for pod in both)
+    ids = ", ".join(sorted(call.ids))
+    return f"the kubelet has given {ids} to {named}; delete one of these pods"
 
 
 # ==== REGISTRATION: device list, socket, Register (device plugin API v1beta1) =====================
@@ -5810,36 +4317,23 @@ def lock_path(resource: Resource, ids: Iterable[str], settings: Settings) -> str
 #     1.37         rejects an endpoint to which it has a connection (plugin/v1beta1/server.go): each
 #                  registration has a socket with a new name
 #     all          a gRPC server that stops unlinks the path of its socket: another reason for a new
-#                  name. A kubelet that starts deletes all sockets, then creates its own. Its path
-#                  exists from bind() on, and refuses connections until listen(), microseconds later
-#
-# Which ListAndWatch stream is the kubelet's: debugging tools can open streams at any time, and gRPC
-# does not say who calls (on a unix socket context.peer() is "unix:" for everyone). But a kubelet
-# calls in a fixed order (connectClient in plugin/v1beta1/handler.go): it connects and calls
-# GetDevicePluginOptions before it answers Register, and opens its stream when it does. So its
-# stream is the first one after the last GetDevicePluginOptions before the answer. All others get
-# the list, too, but neither their opening nor their end means anything. Only a tool that opens a
-# stream in the millisecond between these two calls is taken for the kubelet. Then the end of the
-# kubelet's own stream goes unnoticed until the tool's has ended.
+#                  name. A kubelet that starts deletes all sockets, then creates its own
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
-LISTEN_PAUSES = (0.002, 0.01)  # seconds between attempts to connect
 BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
 LAST_GRACE = 0.1  # seconds that calls have at the daemon's end
 STOP_TIMEOUT = 0.3  # seconds; mostly a server stops within milliseconds
-LASTING = 30.0  # seconds after which a registration has held, so that the back-off starts over
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else channels share the back-off from a dead socket
-    ("grpc.max_receive_message_length", 16 << 20),
 )
 # Connections without a handshake are closed after this time, and not after two minutes.
 SERVER_OPTIONS = (("grpc.server_handshake_timeout_ms", 5000),)
 PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
+REGISTERED = "registered with kubelet"
 Context = grpc.aio.ServicerContext[Any, Any]
-Ended = tuple[Phase, str]  # of a registration: the phase that follows, and the reason
 _socket_numbers = count(1)
 
 
@@ -5858,38 +4352,6 @@ def remove_dead_sockets(directory: str) -> None:
                 os.unlink(f"{directory}/{name}")
 
 
-async def completed(work: Awaitable[Result]) -> Result:
-    """Wait for the end of something, however often this task is cancelled meanwhile.
-
-    A gRPC server that is cancelled while it starts or stops keeps its socket and its threads.
-    """
-    future = asyncio.ensure_future(work)
-    cancellation = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancellation = error
-
-    if cancellation:
-        if not future.cancelled():
-            future.exception()  # asyncio logs an error that is never read
-        raise cancellation
-    return future.result()
-
-
-async def stop(server: grpc.aio.Server, grace: float | None) -> None:
-    """Stop a server, which ends its calls and removes its socket at once.
-
-    It then waits for its connections to close. That of a process that is stopped (SIGSTOP) and has
-    much to read does not, so from STOP_TIMEOUT on nobody waits for it.
-    """
-    stopping = asyncio.ensure_future(server.stop(grace))
-    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
-    if stopping.done():
-        stopping.result()
-
-
 async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
     """Wait for an event, at most some seconds; return whether it has happened.
 
@@ -5903,103 +4365,51 @@ async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
     return event.is_set()
 
 
-async def first_of(future: asyncio.Future[Result], work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a future or of some work, which ends early if the future is first."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({future, task}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    return future.result() if future.done() else task.result()
+async def stop(server: grpc.aio.Server, grace: float | None) -> None:
+    """Stop a server, which ends its calls and removes its socket at once.
 
-
-def connection_error(path: str) -> int:
-    """Return the errno of connecting to a socket, 0 for success."""
-    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        number = probe.connect_ex(path)
-    return 0 if number == errno.EAGAIN else number  # EAGAIN: connections wait to be accepted
-
-
-async def why_not_listening(kubelet: str) -> str | None:
-    """Return why no kubelet listens on its socket; one that is starting has a moment to do so."""
-    for pause in (0.0, *LISTEN_PAUSES):
-        await asyncio.sleep(pause)
-        number = connection_error(kubelet)
-        if not number:
-            return None
-        if number == errno.ENOENT:
-            return f"{kubelet} does not exist"
-    return "its socket refuses connections"
-
-
-def bind(server: grpc.aio.Server, path: str) -> None:
-    """Bind a server to a unix socket; raises OSError, without the reason, which gRPC hides."""
-    try:
-        server.add_insecure_port(f"unix:{path}")
-    except RuntimeError:
-        raise OSError(f"cannot create sockets in {dirname(path)}") from None
-
-
-def grpc_message(error: Exception) -> str:
-    """Return an error's message in one line; without a message, the name of its status code."""
-    text = str(error)
-    if isinstance(error, grpc.aio.AioRpcError):
-        text = error.details() or error.code().name
-    return printable(" ".join(text.split()))
-
-
-class Sockets(NamedTuple):
-    """The sockets of a registration at one moment; None: missing."""
-
-    kubelet: FileStamp | None
-    own: FileStamp | None  # the plugin's
-
-
-def why_lost(at_register: Sockets, now: Sockets, *, is_anothers: bool) -> Ended | None:
-    """Return how a registration ends under the present conditions, None if it goes on.
-
-    `is_anothers`: the kubelet has another plugin's list in the place of the present one.
-
-        kubelet.sock   own socket     another's   the registration
-        ----------------------------------------------------------------------------------------
-        missing        any            any         goes on: an open stream keeps working, and there
-                                                  is no kubelet to register with
-        another one    any            any         has ended with the former kubelet
-        the same       not the same   any         ends: no new connection finds the plugin
-        the same       the same       yes         is the other plugin's now
-        the same       the same       no          goes on
+    It then waits for its connections to close. That of a process that is stopped (SIGSTOP) and has
+    much to read does not, so from STOP_TIMEOUT on nothing waits for it.
     """
-    if now.kubelet is None:
-        return None
-    if now.kubelet != at_register.kubelet:
-        return Phase.LOST, "the kubelet has restarted; registering again"
-    if now.own is None or now.own != at_register.own:
-        return Phase.LOST, "the plugin's socket was deleted; registering again"
-    if is_anothers:
-        reason = "another device plugin has registered this resource; stop that plugin"
-        return Phase.FAILED, reason
-    return None
+    stopping = asyncio.ensure_future(server.stop(grace))
+    await asyncio.wait({stopping}, timeout=STOP_TIMEOUT)
+
+
+def grpc_message(error: grpc.aio.AioRpcError) -> str:
+    """Return an error's message in one line; without a message, the name of its status code."""
+    text = error.details() or error.code().name
+    return printable(" ".join(text.split()))
 
 
 class AdvertisedList:
     """The device list of a resource, as each open ListAndWatch stream gets it."""
 
     def __init__(self) -> None:
-        self.message = DeviceList()
-        self.ids: DeviceIds = frozenset()  # that were ever in it
+        self.message = pb.ListAndWatchResponse()
+        self.ids: frozenset[str] = frozenset()  # that were ever in it
+        self._entries: Sequence[tuple[str, bool, tuple[int, ...]]] = ()
         self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
 
-    def update(self, message: DeviceList) -> None:
-        """Send a list to all streams, unless it is the same as before."""
-        if message is not self.message and message != self.message:
-            self.message = message
-            self.ids = self.ids.union(device.ID for device in message.devices)
-            self._outdated.set()
-            self._outdated = asyncio.Event()
+    def update(self, resource: Resource) -> None:
+        """Send the list to all streams, unless it is the same as before."""
+        entries = resource.list_entries
+        if entries == self._entries:
+            return
 
-    async def messages(self) -> AsyncIterator[DeviceList]:
+        self._entries = entries
+        self.message = pb.ListAndWatchResponse()
+        for device_id, is_healthy, numa_nodes in entries:
+            nodes = [pb.NUMANode(ID=node) for node in numa_nodes]
+            self.message.devices.add(
+                ID=device_id,
+                health="Healthy" if is_healthy else "Unhealthy",
+                topology=pb.TopologyInfo(nodes=nodes) if nodes else None,
+            )
+        self.ids = self.ids.union(resource.devices)
+        self._outdated.set()
+        self._outdated = asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[pb.ListAndWatchResponse]:
         """Yield the list, and each changed one."""
         while True:
             outdated = self._outdated
@@ -6007,52 +4417,56 @@ class AdvertisedList:
             await outdated.wait()
 
 
-class Stream:
-    """A ListAndWatch stream, from before it opens."""
+class Ended(NamedTuple):
+    """How an attempt to register has ended."""
 
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.sent: DeviceList | None = None  # the last list
-        self.checkpoint: FileStamp | None = None  # the kubelet's, when that list was sent
-
-    @property
-    def is_open(self) -> bool:
-        return self.opened.is_set() and not self.ended.is_set()
+    text: str
+    is_failure: bool = True
+    was_registered: bool = False
 
 
 class Endpoint(rpc.DevicePluginServicer):
-    """The socket of one registration, the calls on it, and what the registration depends on."""
+    """The socket of one registration, and the calls on it."""
 
     def __init__(
         self, resource: str, directory: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
         """`directory`: the kubelet's."""
-        self.stream = Stream()  # the kubelet's
-        self.is_registered = False  # Register was answered
-        self.lost: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.kubelet = file_stamp(f"{directory}/{KUBELET_SOCKET}")  # with which it registers
+        self.has_stream = asyncio.Event()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._resource = resource
         self._directory = directory
         self._devices = devices
         self._allocator = allocator
+        self._newest: object = None  # of the open streams
 
         self._path = f"{directory}/{new_socket_name(resource)}"
-        self._at_register = Sockets(None, None)
+        self._own: FileStamp | None = None  # of this socket
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
     async def open(self) -> None:
-        """Serve on the socket; raises OSError."""
-        bind(self._server, self._path)
-        await completed(self._server.start())
-        self._at_register = self._sockets()
+        """Serve on the socket; raises OSError, without the reason, which gRPC hides."""
+        try:
+            self._server.add_insecure_port(f"unix:{self._path}")
+        except RuntimeError:
+            raise OSError(f"cannot create sockets in {self._directory}") from None
+        await self._server.start()
+        self._own = file_stamp(self._path)
 
     async def close(self, grace: float | None) -> None:
-        """Remove the socket, and end all calls, after this time."""
-        await completed(stop(self._server, grace))
+        """Remove the socket, and end all calls, after this time.
 
-    async def register(self) -> str | None:
-        """Call Register with the name of the socket; return why that fails.
+        Returns when the kubelet has noticed the end of its stream.
+        """
+        was_open = self._newest is not None
+        await stop(self._server, grace)
+        if was_open and grace is None and self.has_kubelet():
+            await asyncio.sleep(STREAM_DELAY)
+
+    async def register(self) -> Ended | None:
+        """Call Register with the name of the socket; return how that fails.
 
         A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
         """
@@ -6069,54 +4483,57 @@ class Endpoint(rpc.DevicePluginServicer):
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
             except grpc.aio.AioRpcError as error:
                 if error.code() == Status.DEADLINE_EXCEEDED:
-                    return f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s"
+                    return Ended(f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s")
                 if error.code() == Status.UNAVAILABLE:
                     # gRPC's own text differs at each attempt, and would be logged each time.
                     log.debug("%s: Register: %s", self._resource, grpc_message(error))
-                    return "kubelet closed its socket before it answered Register"
-                return f"kubelet rejected Register: {grpc_message(error)}"
-            self.is_registered = True
+                    return Ended("waiting for kubelet (its socket is closed)", is_failure=False)
+                return Ended(f"kubelet rejected Register: {grpc_message(error)}")
         return None
 
-    def judge(self, others_checkpoint: FileStamp | None) -> None:
-        """Set `lost` if the registration is; raises OSError. See KubeletSession.update()."""
-        # Kubelets write a checkpoint for each list. It can show that another plugin's list is in
-        # the place of the present one only if it was written after that was sent.
-        is_sent = self.stream.sent is self._devices.message
-        is_anothers = is_sent and others_checkpoint not in (None, self.stream.checkpoint)
+    def has_kubelet(self) -> bool:
+        """Return whether kubelet.sock is the one with which it registers; raises OSError."""
+        return file_stamp(f"{self._directory}/{KUBELET_SOCKET}") == self.kubelet
 
-        ended = why_lost(self._at_register, self._sockets(), is_anothers=is_anothers)
-        if ended and not self.lost.done():
-            self.lost.set_result(ended)
+    def look(self) -> None:
+        """Look whether both sockets are the same as at Register; raises OSError.
 
-    def has_same_kubelet(self) -> bool:
-        """Return whether kubelet.sock is the one of Register; raises OSError."""
-        return self._sockets().kubelet == self._at_register.kubelet
-
-    def _sockets(self) -> Sockets:
+        While there is no kubelet.sock, an open stream keeps working.
+        """
         kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
-        return Sockets(kubelet, file_stamp(self._path))
+        if kubelet not in (None, self.kubelet):
+            self.lose("the kubelet has restarted; registering again")
+        elif kubelet and self._own and file_stamp(self._path) != self._own:
+            self.lose("the plugin's socket was deleted; registering again")
+
+    def lose(self, reason: str) -> None:
+        """Have the registration end."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
 
     async def GetDevicePluginOptions(self, request: Any, context: Context) -> Any:
-        """Return the options; from a kubelet, this call announces its stream."""
-        if not self.is_registered:  # the kubelet's stream is still to come
-            self.stream = Stream()
+        """Return the options."""
         return PLUGIN_OPTIONS
 
-    async def ListAndWatch(self, request: Any, context: Context) -> AsyncIterator[DeviceList]:
-        """Yield the device list, now and whenever it changes; an OSError ends the stream.
+    async def ListAndWatch(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        """Yield the device list, now and whenever it changes.
 
-        The first stream since the last GetDevicePluginOptions is taken for the kubelet's.
+        gRPC does not tell who calls. The newest stream is taken for the kubelet's, so that of a
+        debugging tool costs one more Register at its end.
         """
-        stream = Stream() if self.stream.opened.is_set() else self.stream
-        stream.opened.set()
+        self._newest = stream = object()
+        self.has_stream.set()
+        self._allocator.host.holds.note_stream(is_open=True)
         try:
             async for message in self._devices.messages():
-                stream.checkpoint = file_stamp(f"{self._directory}/{CHECKPOINT}")
-                stream.sent = message
                 yield message
         finally:
-            stream.ended.set()
+            self._allocator.host.holds.note_stream(is_open=False)
+            if self._newest is stream:
+                self._newest = None
+                self.lose("kubelet closed the ListAndWatch stream; registering again")
 
     async def GetPreferredAllocation(self, request: Any, context: Context) -> Any:
         """Return the best choice of the available IDs for each container."""
@@ -6158,19 +4575,7 @@ class Endpoint(rpc.DevicePluginServicer):
 
 
 class KubeletSession:
-    """Keeps a resource registered with the kubelet. _run() is its life, with these waits:
-
-        for                                      at most            ends early if
-        ----------------------------------------------------------------------------------------
-        a kubelet that starts to listen          LISTEN_PAUSES
-        its answer, then its stream              REGISTER_TIMEOUT   the registration is lost
-        the stream's end                                            the registration is lost
-        the server to stop                       STOP_TIMEOUT
-        the kubelet to notice a stream's end     STREAM_DELAY       another kubelet comes
-        the next attempt, unless it is at once   BACKOFF            the session is disturbed
-
-    What the last column says is found out in update(), by each turn of the loop.
-    """
+    """Keeps a resource registered with the kubelet, until it is closed. _run() is its life."""
 
     def __init__(self, name: str, allocator: Allocator, directory: str, wake: Wake) -> None:
         """Begin to register the resource of this name. `directory`: the kubelet's."""
@@ -6182,28 +4587,29 @@ class KubeletSession:
 
         self._devices = AdvertisedList()
         self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
-        self._disturbed = asyncio.Event()  # since the last attempt began; see update()
-        self._is_exiting = False  # the daemon ends
+        self._disturbed = asyncio.Event()  # something has changed since the last attempt began
+        self._grace: float | None = None  # at the daemon's end, calls have some time
+        self._is_closing = False
         self._task = asyncio.create_task(self._run())
 
-    def update(
-        self, devices: DeviceList, others_checkpoint: FileStamp | None, *, is_disturbed: bool
-    ) -> None:
-        """Take what the loop has seen in this turn, and look at the sockets; raises OSError.
+    def update(self, resource: Resource, *, is_disturbed: bool) -> None:
+        """Take a new list, and look at the sockets; raises OSError.
 
-        `others_checkpoint`: the kubelet's, if it has IDs that another plugin has listed, else None;
-        `is_disturbed`: files of others have come or gone in the directory, or the node can be read
-        again.
+        `is_disturbed`: something has changed that can make the next attempt succeed.
         """
-        self._devices.update(devices)
-        endpoint = self._endpoint
-        if endpoint:
-            endpoint.judge(others_checkpoint)
-
-        # While it is registered, files of others do not matter. If they did, two plugins that take
-        # a resource from each other would never back off.
-        if is_disturbed and not (endpoint and endpoint.is_registered):
+        self._devices.update(resource)
+        if self._endpoint:
+            self._endpoint.look()
+        if is_disturbed:
             self._disturbed.set()
+
+    async def close(self, grace: float | None = None) -> None:
+        """End it. `grace`: seconds that calls have, as the daemon ends."""
+        self._is_closing, self._grace = True, grace
+        self._disturbed.set()
+        if self._endpoint:
+            self._endpoint.lose("")
+        await self._task
 
     async def _run(self) -> None:
         """Register, serve until that ends, pause, and start over.
@@ -6212,90 +4618,64 @@ class KubeletSession:
         registration is not a failure: the next attempt follows at once.
         """
         pause = BACKOFF[0]
-        while True:
+        while not self._is_closing:
             self._disturbed.clear()
             began = monotonic()
-            phase, reason = Phase.FAILED, "internal error; registering again"
+            ended = Ended("internal error; registering again")
             with log_and_continue(f"the session of {self.name}"):
                 try:
-                    phase, reason = await self._attempt()
+                    ended = await self._attempt()
                 except OSError as error:  # of the daemon itself, such as too many open files
-                    reason = str(error)
-            self._report(phase, reason)
+                    ended = Ended(str(error))
+            if self._is_closing:
+                return
+            level = logging.WARNING if ended.is_failure else logging.INFO
+            self._report(Registration(ended.text, successes=self.registration.successes), level)
 
-            if monotonic() - began > LASTING:
-                pause = BACKOFF[0]
-            if phase is Phase.LOST or await wait_for_event(self._disturbed, pause):
+            has_held = ended.was_registered and monotonic() - began > BACKOFF[0]
+            if has_held or await wait_for_event(self._disturbed, pause):
                 pause = BACKOFF[0]
             else:
                 pause = min(2 * pause, BACKOFF[1])
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
-        if reason := await why_not_listening(f"{self._directory}/{KUBELET_SOCKET}"):
-            return Phase.WAITING, f"waiting for kubelet ({reason})"
-
-        # The socket is bound only now, as a kubelet that starts deletes all sockets.
-        async with self._serving() as endpoint:
-            return await first_of(endpoint.lost, self._register_and_follow(endpoint))
-
-    @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[Endpoint]:
-        """Serve on a new socket; raises OSError."""
         endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
+        if endpoint.kubelet is None:
+            why = f"{self._directory}/{KUBELET_SOCKET} does not exist"
+            return Ended(f"waiting for kubelet ({why})", is_failure=False)
         try:
             await endpoint.open()
             self._endpoint = endpoint
-            yield endpoint
+            registering = asyncio.create_task(self._register(endpoint))
+            ends: list[asyncio.Future[Any]] = [endpoint.lost, registering]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if registering.done() and (failure := registering.result()):
+                return failure
+            reason = await endpoint.lost
+            registering.cancel()
+            return Ended(reason, is_failure=False, was_registered=True)
         finally:
             self._endpoint = None
-            is_streaming = endpoint.stream.is_open
+            await endpoint.close(self._grace)
 
-            # An error would take the place of a cancellation, and the session would never end.
-            with log_and_continue(f"the server of {self.name}"):
-                await endpoint.close(LAST_GRACE if self._is_exiting else None)
-                if is_streaming and not self._is_exiting:
-                    await self._have_end_noticed(endpoint)
-
-    async def _have_end_noticed(self, endpoint: Endpoint) -> None:
-        """Wait until the kubelet has seen the end of its stream, as must be before a Register.
-
-        Another one, which has come already or comes meanwhile, has nothing to see. Raises OSError.
-        """
-        if endpoint.has_same_kubelet():
-            has_changed = await wait_for_event(self._disturbed, STREAM_DELAY)
-            if has_changed and endpoint.has_same_kubelet():
-                await asyncio.sleep(STREAM_DELAY)
-
-    async def _register_and_follow(self, endpoint: Endpoint) -> Ended:
-        """Register an endpoint, and follow the kubelet's stream to its end."""
+    async def _register(self, endpoint: Endpoint) -> Ended | None:
+        """Register an endpoint; return why that fails, None once the kubelet has a stream."""
         if failure := await endpoint.register():
-            return Phase.FAILED, failure
-        self._report(Phase.REGISTERED, REGISTERED_TEXT)
+            return failure
+        successes = self.registration.successes + 1
+        self._report(Registration(REGISTERED, is_registered=True, successes=successes))
+        if await wait_for_event(endpoint.has_stream, REGISTER_TIMEOUT):
+            return None
+        return Ended("kubelet accepted Register but opened no ListAndWatch stream; retrying")
 
-        if not await wait_for_event(endpoint.stream.opened, REGISTER_TIMEOUT):
-            reason = "kubelet accepted Register but opened no ListAndWatch stream; retrying"
-            return Phase.FAILED, reason
-        await endpoint.stream.ended.wait()
-        return Phase.FAILED, "kubelet closed the ListAndWatch stream; registering again"
-
-    def _report(self, phase: Phase, text: str) -> None:
+    def _report(self, registration: Registration, level: int = logging.INFO) -> None:
         """Set the state of the registration; log it and wake the loop if it is something new."""
         former = self.registration
-        successes = former.successes + (phase is Phase.REGISTERED)
-        self.registration = Registration(phase, text, successes)
+        self.registration = registration._replace(has_tried=True)
         if self.registration != former:
-            level = logging.WARNING if phase is Phase.FAILED else logging.INFO
-            if phase is Phase.REGISTERED:
-                text += f", {pluralize(len(self._devices.message.devices), 'device ID')}"
-            log.log(level, "%s: %s", self.name, text)
+            log.log(level, "%s: %s", self.name, registration.text)
             self._wake()
-
-    async def close(self, *, is_exiting: bool = False) -> None:
-        """End it; `is_exiting`: no other session of the resource follows, as the daemon ends."""
-        self._is_exiting = is_exiting
-        self._task.cancel()
-        await asyncio.wait({self._task})
 
 
 class KubeletSessions:
@@ -6309,28 +4689,11 @@ class KubeletSessions:
         self._closing: dict[str, Task] = {}  # sessions of resources that have ended
 
     @property
-    def have_started(self) -> bool:
-        """Return whether each session has registered, has failed to, or waits for a kubelet."""
-        sessions = self.by_name.values()
-        return all(session.registration.phase is not Phase.STARTING for session in sessions)
-
-    @property
     def registrations(self) -> Registrations:
         return {name: session.registration for name, session in self.by_name.items()}
 
-    def update(
-        self,
-        resources: Resources,
-        checkpoint: FileStamp | None,
-        others: Collection[str],
-        *,
-        is_disturbed: bool,
-    ) -> None:
-        """Bring the sessions in line with these resources; raises OSError.
-
-        `others`: resources of which the checkpoint has IDs that another plugin has listed;
-        `is_disturbed`: see KubeletSession.update().
-        """
+    def update(self, resources: Resources, *, is_disturbed: bool) -> None:
+        """Bring the sessions in line with these resources; raises OSError."""
         for name in self.by_name.keys() - resources.keys():
             log.info("%s: no devices left; no longer registered", name)
             self._closing[name] = asyncio.create_task(self._close(self.by_name.pop(name)))
@@ -6338,13 +4701,10 @@ class KubeletSessions:
         for name, resource in resources.items():
             if name in self._closing:  # it returns once its former session has ended completely
                 continue
-
-            session = self.by_name.get(name)
-            if session is None:
+            if name not in self.by_name:
                 session = KubeletSession(name, self.allocator, self._directory, self._wake)
                 self.by_name[name] = session
-            others_checkpoint = checkpoint if name in others else None
-            session.update(resource.device_list, others_checkpoint, is_disturbed=is_disturbed)
+            self.by_name[name].update(resource, is_disturbed=is_disturbed)
 
     async def _close(self, session: KubeletSession) -> None:
         await session.close()
@@ -6352,168 +4712,117 @@ class KubeletSessions:
         self._wake()
 
     async def close(self) -> None:
-        closing = (session.close(is_exiting=True) for session in self.by_name.values())
+        """End all sessions: the daemon ends."""
+        closing = [session.close(LAST_GRACE) for session in self.by_name.values()]
         await asyncio.gather(*closing, *self._closing.values())
 
 
-# ==== POD RESOURCES: pods' names, on which nothing depends ========================================
+# ==== CONNECTIONS: readers of the view and of metrics =============================================
 
-NAMES_TIMEOUT = 1.0  # seconds
-NAMES_PAUSES = (1.0, 300.0)  # seconds: the first pause until the same question, and the longest
-
-
-class PodResources:
-    """Asks the kubelet for the names of pods."""
-
-    def __init__(self, apply: Callable[[PodNames, Collection[HoldKey]], None]) -> None:
-        """`apply`: takes what the kubelet has listed, and the holds when it was asked."""
-        self._apply = apply
-        self._task: Task | None = None
-        self._has_failed = False  # the last question; of failures in a row the first is logged
-        self._pods: set[str] = set()  # for whose names it was asked last
-        self._next_at = 0.0  # when it may be asked for them again
-        self._pause = 0.0
-
-    def ask(self, path: str, holds: Collection[HoldKey], pods: set[str], now: float) -> None:
-        """Ask the kubelet at this socket for these pods' names, unless a question is under way.
-
-        With each answer, the pause until the same question grows: some pods are never listed, such
-        as one of which only an init container has devices; and while a kubelet before 1.38 answers,
-        it can give one ID to two pods (kubernetes#137534). `holds`: the current ones.
-        """
-        if pods != self._pods:
-            self._pods, self._next_at, self._pause = pods, now, NAMES_PAUSES[0]
-        is_idle = self._task is None or self._task.done()
-        if is_idle and now >= self._next_at:
-            self._next_at = now + self._pause
-            self._pause = min(2 * self._pause, NAMES_PAUSES[1])
-            self._task = asyncio.create_task(self._ask(path, holds))
-
-    async def _ask(self, path: str, holds: Collection[HoldKey]) -> None:
-        try:
-            self._apply(await list_pods(path), holds)
-            self._has_failed = False
-        except (grpc.aio.AioRpcError, DecodeError) as error:
-            if not self._has_failed:
-                log.warning("cannot get pod names from %s: %s", path, grpc_message(error))
-            self._has_failed = True
-            self._pods = set()  # as if it had not been asked: the next question is a new one
+STATUS_SOCKET = "status.sock"  # in the runtime directory
+CONNECTION_TIMEOUT = 5.0  # seconds for all of a connection
+HEAD_MAX = 8192  # bytes of an HTTP request
+Responder = Callable[[StreamReader, StreamWriter], Coroutine[Any, Any, None]]
 
 
-async def list_pods(path: str) -> PodNames:
-    """Return pods' names; raises AioRpcError, DecodeError."""
-    async with grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) as channel:
-        # Without stubs: the request has no fields, so no bytes.
-        call: Any = channel.unary_unary("/v1.PodResourcesLister/List")
-        answer = await call(b"", timeout=NAMES_TIMEOUT)
+class Reporter:
+    """Answers those who ask for the view or for metrics: functions of the present state."""
 
-    names = defaultdict(set)
-    for pod in podresources_pb2.ListPodResourcesResponse.FromString(answer).pod_resources:
-        for container in pod.containers:
-            for devices in container.devices:
-                for device_id in devices.device_ids:
-                    key = (devices.resource_name, device_id, container.name)
-                    names[key].add(printable(f"{pod.namespace}/{pod.name}"))
-    return names
+    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
+        self._host = host
+        self._sessions = sessions
+        self._started = time.time()
+        self._servers: list[asyncio.Server] = []
 
+    async def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
+        """Serve metrics on these sockets, and the view on the status socket."""
+        for listening in metrics_sockets:
+            server = await asyncio.start_server(
+                self._limited(self._send_metrics), sock=listening, limit=HEAD_MAX
+            )
+            self._servers.append(server)
 
-# ==== CONNECTIONS: readers of metrics and of the view =============================================
-
-
-class SharedText:
-    """A text that is rendered once for simultaneous readers."""
-
-    # Seconds: Reporter._await_details() can wait for two reads. Less than a connection has.
-    TIMEOUT = 2 * READ_TIMEOUT + 0.5
-
-    def __init__(self, render: Callable[[], Coroutine[Any, Any, str | None]]) -> None:
-        self._render = render
-        self._rendering: asyncio.Task[str | None] | None = None
-
-    async def get(self) -> str | None:
-        """Return the text; None if it cannot be rendered, or not in time."""
-        if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(self._rendered())
-        rendering = self._rendering
-        await asyncio.wait({rendering}, timeout=self.TIMEOUT)
-        return rendering.result() if rendering.done() else None
-
-    async def _rendered(self) -> str | None:
-        with log_and_continue("rendering a report"):
-            return await self._render()
-        return None
-
-
-class ConnectionServer:
-    """Accepts connections on a socket. A slow client delays only itself."""
-
-    MAX_CONNECTIONS = 32
-    TIMEOUT = 5.0  # seconds for all of a connection
-    RETRY_AFTER = 5.0  # seconds, without descriptors for connections
-
-    def __init__(self, answer: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
-        self._answer = answer
-        self._open: dict[Task, socket.socket] = {}  # the oldest first
-
-    async def serve(self, listening: socket.socket) -> None:
-        """Accept connections; the oldest makes room for the newest."""
-        loop = asyncio.get_running_loop()
-        listening.setblocking(False)
-        has_failed = False  # the last attempt to accept; of failures in a row one is logged
-        while True:
-            while len(self._open) >= self.MAX_CONNECTIONS:
-                # When it has ended, its callback below has removed it.
-                oldest = next(iter(self._open))
-                oldest.cancel()
-                await asyncio.wait({oldest})
-
+        if directory := self._host.settings.runtime_dir:
+            path = f"{directory}/{STATUS_SOCKET}"
             try:
-                connection, _ = await loop.sock_accept(listening)
-                has_failed = False
+                server = await asyncio.start_unix_server(self._limited(self._send_view), path)
+                self._servers.append(server)
+                os.chmod(path, 0o600)
             except OSError as error:
-                if not has_failed:
-                    log.warning("cannot accept a connection: %s", error.strerror)
-                has_failed = True
-                await asyncio.sleep(self.RETRY_AFTER)
-                continue
+                reason = f"{error.strerror or error}; list, check and fix cannot reach this daemon"
+                log.warning("cannot open the status socket %s: %s", path, reason)
 
-            task = asyncio.create_task(self._serve(connection))
-            self._open[task] = connection
-            task.add_done_callback(lambda task: self._open.pop(task).close())
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        if directory := self._host.settings.runtime_dir:
+            with suppress(OSError):
+                os.unlink(f"{directory}/{STATUS_SOCKET}")
 
-    async def _serve(self, connection: socket.socket) -> None:
-        with suppress(asyncio.TimeoutError, OSError):
-            await asyncio.wait_for(self._answer(connection), self.TIMEOUT)
+    def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
+        """Return the status line, with the node's problems."""
+        texts = [str(problem) for problem in problems if not problem.kind]
+        return status_line(decision, self._sessions.registrations, [*texts, self._host.rejected])
 
+    def metrics(self) -> str | None:
+        """Return all metrics; None while the node cannot be read: figures would be old."""
+        if self._host.unreadable:
+            return None
+        decision, counts = self._host.decide(), self._sessions.allocator.counts
+        plugin = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
+        return chip_metrics(decision) + plugin
 
-class MetricsServer:
-    """Serves `GET /metrics`."""
+    def view(self) -> Json:
+        """Return what `list`, `check` and `fix` read."""
+        host = self._host
+        decision = host.decide()
+        problems = host.problems(decision)
+        status = self.status(decision, problems)
 
-    HEAD_MAX = 8192  # bytes of a request
+        if exists(f"{host.settings.device_plugin_dir}/{KUBELET_SOCKET}"):
+            for name, registration in self._sessions.registrations.items():
+                if not registration.is_registered:
+                    text = f"not registered: {registration.text}"
+                    problems.append(Problem(name, text, level="FAIL"))
+        return view_of_node(
+            decision,
+            self._sessions.registrations,
+            problems,
+            status=status,
+            rejected=host.rejected,
+            knows_pods=host.holds.has_read,
+            booted_at=time.time() - seconds_since_boot(),
+        )
 
-    def __init__(self, text: SharedText) -> None:
-        self._text = text
-        self._server = ConnectionServer(self._answer)
+    def _limited(self, answer: Responder) -> Responder:
+        """Return a callback for a server, by which a slow client delays only itself."""
 
-    async def serve(self, listening: socket.socket) -> None:
-        await self._server.serve(listening)
+        async def serve(reader: StreamReader, writer: StreamWriter) -> None:
+            try:
+                with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
+                    await asyncio.wait_for(answer(reader, writer), CONNECTION_TIMEOUT)
+            finally:
+                writer.close()
 
-    async def _answer(self, connection: socket.socket) -> None:
+        return serve
+
+    async def _send_view(self, reader: StreamReader, writer: StreamWriter) -> None:
+        writer.write(json.dumps(self.view()).encode())
+        await writer.drain()
+
+    async def _send_metrics(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Read one request, and answer it; nothing to a client that sends none."""
-        loop = asyncio.get_running_loop()
-        head = b""
-        while not re.search(rb"\r?\n\r?\n", head):
-            received = await loop.sock_recv(connection, self.HEAD_MAX)
-            head += received
-            if not received or len(head) > self.HEAD_MAX:
-                return
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return
 
         status, text = "404 Not Found", "use GET /metrics\n"
         if re.match(rb"GET /metrics[ ?]", head):
-            metrics = await self._text.get()
+            metrics = self.metrics()
             status, text = "200 OK", metrics or ""
             if metrics is None:
-                status, text = "503 Service Unavailable", "the metrics cannot be collected\n"
+                status, text = "503 Service Unavailable", "the node's state cannot be read\n"
 
         lines = [
             f"HTTP/1.1 {status}",
@@ -6521,205 +4830,17 @@ class MetricsServer:
             f"Content-Length: {len(text.encode())}",
             "Connection: close",
         ]
-        await loop.sock_sendall(connection, "\r\n".join([*lines, "", text]).encode())
+        writer.write("\r\n".join([*lines, "", text]).encode())
+        await writer.drain()
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
-#
-# A turn of the loop looks at:
-#
-#     always            the kubelet's directory, the checkpoint if it has changed, readings that
-#                       have arrived
-#     after a uevent    which chips and device files exist; each chip's telemetry
-#     at a poll         the same, and missing heartbeats are counted ([health] interval)
-#     in a round        everything that sends no event: pods' cgroups, files for others, names of
-#                       pods; at each poll, and at least every ROUND seconds
-#     while a pod       pods' cgroups, every START_INTERVAL seconds
-#     starts
-#     while the list    pods' cgroups, every HELD_INTERVAL seconds
-#     depends on holds
 
-ROUND = 5.0  # seconds, at most, between looks at cgroups, files and pods' names
 START_TICK = 0.02  # seconds between turns before READY=1
 RETRY_TICK = 1.0  # seconds between turns after an error, or without inotify
-HELD_INTERVAL = 1.0  # seconds between looks at pods while the list depends on one's end
-TIDY_INTERVAL = 0.02  # seconds between turns that remove directories
 DEBOUNCE = 0.03  # seconds for which kernel events after the first one are gathered
 BIND_TIMEOUT = 10.0  # seconds that the driver has for the cards
-METRICS_INTERVAL = 15.0  # seconds between readings of sensors
-STATUS_SOCKET = "status.sock"  # in the runtime directory
-
-
-class Reporter:
-    """Reports to those who ask: Prometheus, `list` and `check`.
-
-    It looks at nothing itself: the loop reads sensors and processes for it.
-    """
-
-    def __init__(self, host: Host, sessions: KubeletSessions) -> None:
-        self.metrics = SharedText(self._render_metrics)
-        self._view = SharedText(self._render_view)
-        self._host = host
-        self._sessions = sessions
-        self._started = time.time()
-        self.wants_details = False  # until the loop has chips read with them
-        self.is_up_to_date = asyncio.Event()  # set by the loop; cleared by a report that waits
-        self._details_at = -inf  # when sensors and processes were read
-        self._written_at = -inf  # when the metrics file was written last, or should have been
-        self._tasks: set[Task] = set()
-        self._status_socket: socket.socket | None = None
-
-    def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
-        """Serve metrics on these sockets, and the view on the status socket."""
-        server = MetricsServer(self.metrics)
-        for listening in metrics_sockets:
-            self._start(server.serve(listening))
-
-        if directory := self._host.settings.runtime_dir:
-            path = f"{directory}/{STATUS_SOCKET}"
-            try:
-                self._status_socket = listening = _listen_for_root(path)
-            except OSError as error:
-                reason = f"{error.strerror or error}; list and check cannot reach this daemon"
-                log.warning("cannot open the status socket %s: %s", path, reason)
-            else:
-                self._start(ConnectionServer(self._send_view).serve(listening))
-
-    async def close(self) -> None:
-        """Stop serving, so that the next daemon can have the status socket."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._status_socket:
-            self._status_socket.close()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._tasks.discard)
-
-    def status(self, decision: Decision) -> str:
-        """Return the status line, with all problems that the daemon knows of."""
-        host = self._host
-        problems = [*map(str, host.problems.values()), host.waits_for_directory, host.rejected]
-        return status_line(decision, self._sessions.registrations, problems)
-
-    def write_metrics_if_due(self, now: float) -> None:
-        """Begin to write the metrics file, if its directory exists."""
-        path = self._host.settings.metrics_file
-        if path and now - self._written_at >= METRICS_INTERVAL and isdir(dirname(path)):
-            self._written_at = now
-            self._start(self._write_metrics())
-
-    async def _write_metrics(self) -> None:
-        """Write the metrics file, if the metrics can be rendered."""
-        text = await self.metrics.get()
-        path = self._host.settings.metrics_file
-        if path and text is not None:  # else the file is left to grow old
-            self._host.files.write(path, text)
-
-    async def _render_metrics(self) -> str | None:
-        """Return all metrics, with sensors that are at most METRICS_INTERVAL old; None: none."""
-        await self._await_details(METRICS_INTERVAL)
-        if self._host.is_unreadable:
-            return None  # figures of the last state would pass for new ones
-        decision = self._host.decide(monotonic())
-        counts = self._sessions.allocator.counts
-        metrics = plugin_metrics(decision, self._sessions.registrations, counts, self._started)
-        return chip_metrics(decision, self._host.inventory.states) + metrics
-
-    async def _render_view(self) -> str:
-        """Return the view as JSON, with sensors and processes as they are now."""
-        host = self._host
-        await self._await_details(0.0)
-        decision = host.decide(monotonic())
-
-        service = Service(
-            self.status(decision),
-            self._sessions.registrations,
-            host.rejected,
-            {**host.files.problems, **host.state_file.problems},
-            host.problems,
-            host.directories.problems(decision.holds),
-        )
-        return json.dumps(host.view(decision, service))
-
-    async def _send_view(self, connection: socket.socket) -> None:
-        if text := await self._view.get():
-            await asyncio.get_running_loop().sock_sendall(connection, text.encode())
-
-    async def _await_details(self, max_age: float) -> None:
-        """Have the loop read sensors and processes, unless they were within `max_age` seconds.
-
-        Returns when the loop has applied what it found, or has failed.
-        """
-        if monotonic() - self._details_at < max_age:
-            return
-
-        self.wants_details = True
-        self.is_up_to_date.clear()
-        self._host.wake()
-        await self.is_up_to_date.wait()
-        if not self._host.is_unreadable:
-            self._details_at = monotonic()
-
-
-def _listen_for_root(path: str) -> socket.socket:
-    """Return a listening socket that only root can connect to; raises OSError.
-
-    A daemon of another directory, started by hand, does not take the socket of the service.
-    """
-    if not connection_error(path):  # somebody answers
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    if_exists(os.unlink, path)
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(path)
-    os.chmod(path, 0o600)
-    listening.listen()
-    return listening
-
-
-def _has_same_devices(decision: Decision, other: Decision) -> bool:
-    """Return whether files for others have the same texts: no hold or name of a pod is in them."""
-    one, two = decision.observation, other.observation
-    is_same_host = (one.driver, one.mounts) == (two.driver, two.mounts)
-    return is_same_host and decision.offer is other.offer
-
-
-def _chips_to_list(decision: Decision) -> list[str]:
-    """Return the chips that the loaded driver can bind, but that are not listed yet.
-
-    systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be ended
-    (UnexpectedAdmissionError).
-    """
-    observation = decision.observation
-    if observation.driver is None:
-        return []
-
-    missing = []
-    for bdf, chip in decision.chips.items():
-        if chip.is_listed or chip.function.file_fault or bdf in observation.settings.exclude:
-            continue
-        if driver_can_bind(chip.function):
-            missing.append(bdf)
-    return missing
-
-
-def directory_problem(error: OSError) -> Reason:
-    """Return why a directory of a hold cannot be used, and the command that helps."""
-    problem = f"directory for containers cannot be used: {error.filename}: {error.strerror}"
-    path = abspath(error.filename)
-    while not os.path.lexists(path):  # it cannot be made in the one around it
-        path = dirname(path)
-
-    if error.errno == errno.EROFS:
-        while not os.path.ismount(path):
-            path = dirname(path)
-        return Reason(problem, f"mount -o remount,rw {shlex.quote(path)}")
-    if error.errno in (errno.EPERM, errno.EACCES):
-        command = "chmod u+rwx,go-w" if _is_roots(os.lstat(path)) else "chown root"
-        return Reason(problem, f"{command} {shlex.quote(path)}")
-    return Reason(problem)
+METRICS_INTERVAL = 15.0  # seconds between writings of the metrics file
 
 
 class Stage(Enum):
@@ -6731,7 +4852,10 @@ class Stage(Enum):
 
 
 class Daemon:
-    """The service. Events only wake the loop, which observes, decides and applies."""
+    """The service. Events only wake the loop, which observes, decides and applies.
+
+    At a poll it looks at everything that sends no event, and counts missing heartbeats.
+    """
 
     def __init__(
         self, settings: Settings, load: Callable[[], Settings], manager: ServiceManager
@@ -6742,28 +4866,28 @@ class Daemon:
         wake = self._wake.set
         self.host = Host(settings, wake)
         self.sessions = KubeletSessions(Allocator(self.host), settings.device_plugin_dir, wake)
-        self._reporter = Reporter(self.host, self.sessions)
+        self.reporter = Reporter(self.host, self.sessions)
         self._directory = PluginDirectory(settings.device_plugin_dir, wake)
         self._uevents = UeventSocket(self._scan_soon)
-        self._pod_resources = PodResources(self._apply_names)
         self._manager = manager
         self._load = load
 
         self._stage = Stage.SCANNING
-        self._binding_since = 0.0
-        self._round_at = -inf
-        self._must_tidy = False  # there are directories to remove
-        self._must_write = False  # the devices have changed, but not yet the files for others
         self._wants_reload = False
-        self._must_scan = False  # events, or a failure, ask for a scan
+        self._must_publish = False  # files and directories, once the readings of a scan are there
+        self._conditions: Mapping[str, Condition] = {}  # that the log has
         self._exit_status: int | None = None
+        # When something is due, in seconds of the monotonic clock.
+        self._due = {"poll": -inf, "scan": inf, "metrics": inf, "watchdog": -inf}
+        self._scanned_at = -inf
+        self._binding_since = inf
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit status."""
         # Else gRPC ends its thread whenever no socket is open, and starts it with the next one.
         grpc.aio.init_grpc_aio()
         try:
-            self._open()
+            await self._open()
             pause = 0.0
             while self._exit_status is None:
                 timer = asyncio.get_running_loop().call_later(pause, self._wake.set)
@@ -6779,10 +4903,8 @@ class Daemon:
         finally:
             self._manager.notify("STOPPING=1")
             self._uevents.close()
-            await self._reporter.close()
+            self.reporter.close()
             await self.sessions.close()
-            if self.host.save_by < inf:  # calls can have been answered until now
-                self.host.save_state()
             self._directory.close()
 
     def end(self, status: int) -> None:
@@ -6796,10 +4918,11 @@ class Daemon:
         self._wake.set()
 
     def _scan_soon(self) -> None:
-        self._must_scan = True
+        """Have the next turn scan; events that follow within DEBOUNCE are handled together."""
+        self._due["scan"] = min(self._due["scan"], self._scanned_at + DEBOUNCE)
         self._wake.set()
 
-    def _open(self) -> None:
+    async def _open(self) -> None:
         """Handle signals, take the kubelet's directory, and open the sockets for events and views.
 
         If another daemon has the directory, this one ends.
@@ -6819,7 +4942,7 @@ class Daemon:
         # Only now: a daemon that has the directory would have sockets of these names.
         remove_dead_sockets(self._directory.path)
         self._uevents.open()
-        self._reporter.open(self._manager.sockets("metrics"))
+        await self.reporter.open(self._manager.sockets("metrics"))
 
     def _exit(self, status: int, reason: str) -> None:
         log.error("%s", reason)
@@ -6827,29 +4950,13 @@ class Daemon:
 
     def _pause(self, now: float) -> float:
         """Return the seconds until the next turn, if no event comes before."""
-        if self.host.is_unreadable:
+        if self.host.unreadable:
             return RETRY_TICK
-
-        host = self.host
-        due = [
-            now + self._manager.feed_interval,
-            self._round_at + ROUND,
-            host.save_by,
-            host.polled_at + host.settings.health.interval,
-        ]
-
-        if not self._directory.is_watched:
-            due.append(now + RETRY_TICK)
+        due = [*self._due.values(), self.host.readers.due(now)]
         if self._stage is not Stage.READY:
             due.append(now + START_TICK)
-        if self._must_scan:
-            due.append(host.scanned_at + DEBOUNCE)
-        if host.holds.is_awaiting_containers:
-            due.append(now + START_INTERVAL)
-        if host.applied and host.applied.depends_on_holds:
-            due.append(host.looked_at + HELD_INTERVAL)
-        if self._must_tidy:
-            due.append(now + TIDY_INTERVAL)
+        if not self._directory.is_watched:
+            due.append(now + RETRY_TICK)
         return max(0.0, min(due) - now)
 
     async def _turn(self, now: float) -> None:
@@ -6862,7 +4969,6 @@ class Daemon:
         is_reported = is_reload and self._stage is Stage.READY
         if is_reported:
             self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
         try:
             if is_reload:
                 self._reload()
@@ -6874,183 +4980,97 @@ class Daemon:
     async def _reconcile(self, now: float) -> None:
         """Observe, decide, apply. If a file cannot be read, the next turn begins with a scan."""
         host = self.host
-        is_poll = now - host.polled_at >= host.settings.health.interval
-        is_round = is_poll or now - self._round_at >= ROUND
         try:
             self._directory.check()
-            host.waits_for_directory = self._directory.problem
-            self._observe(now, is_poll=is_poll, is_round=is_round)
+            host.no_kubelet = self._directory.missing
+            self._observe(now)
+            if self._stage is Stage.SCANNING:
+                if not host.readers.are_settled(now):
+                    return
+                self._stage, self._binding_since = Stage.BINDING, now
+            host.inventory.date_faults()
 
-            # After a failure all chips are read again before anything is applied.
-            if host.is_unreadable and not host.readers.is_settled(now):
-                return
-            if self._stage is not Stage.SCANNING:
-                decision = self._apply(now, is_round=is_round)
-                await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
-                self._publish(decision, now, is_round=is_round)
+            # No call is answered meanwhile, as nothing is awaited.
+            decision = host.decide()
+            is_disturbed = self._directory.take_changes() or host.unreadable is not None
+            self.sessions.update(decision.resources, is_disturbed=is_disturbed)
+            await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
+            self._publish(decision, now)
 
         except DirectoryError as error:
             self._exit(*error.args)
-
         except OSError as error:
             self._note_failure(error)
-            return
-
-        if is_round:
-            self._round_at = now
-        if not self._reporter.wants_details and host.readers.is_over(now):
-            self._reporter.is_up_to_date.set()
-        # Only here, so that systemd restarts a daemon whose observations keep failing.
-        self._manager.feed_watchdog()
+        else:
+            # Only here, so that systemd restarts a daemon whose observations keep failing.
+            if now >= self._due["watchdog"]:
+                self._due["watchdog"] = now + self._manager.feed_interval
+                self._manager.feed_watchdog()
 
     def _note_failure(self, error: OSError) -> None:
         """Report that the last state is old from now on, and have the next turn scan."""
-        host = self.host
-        if not host.is_unreadable:
-            reason = Reason(f"cannot read the node's state; keeping the last one: {error}")
-            host.note_problem(UNREADABLE_HOST, reason)
-            applied = host.applied
-            self._manager.show(self._reporter.status(applied) if applied else str(reason))
+        text = f"cannot read the node's state; keeping the last one: {error}"
+        if self.host.unreadable is None:
+            log.warning("%s", text)
+            self._manager.show(f"{self._manager.status}; {text}".removeprefix("; "))
+        self.host.unreadable = Problem("node", text, level="FAIL")
+        self._due["scan"] = -inf
 
-        self._must_scan = True
-        host.scanned_at = -inf  # at once: a turn without a scan would apply an old state
-        self._reporter.is_up_to_date.set()
-
-    def _observe(self, now: float, *, is_poll: bool, is_round: bool) -> None:
+    def _observe(self, now: float) -> None:
         """Look at everything that may have changed; raises OSError."""
         host = self.host
         host.take_readings(now)
-        self._must_scan |= host.readers.take_skipped()
 
-        # A chip that is being read would be left out.
-        details = self._reporter.wants_details and host.readers.is_over(now)
-        if is_poll or details or (self._must_scan and now - host.scanned_at >= DEBOUNCE):
-            self._must_scan = False
-            self._reporter.wants_details &= not details
-            host.read_chips(is_poll=is_poll, details=details)
-        host.inventory.date_faults(seconds_since_boot())
+        is_poll = now >= self._due["poll"]
+        if is_poll or now >= self._due["scan"]:
+            self._due["scan"] = inf
+            if is_poll:
+                self._due["poll"] = now + host.settings.health.interval
+            self._scanned_at = now
+            self._must_publish = True
+            host.scan(is_poll=is_poll)
+        host.refresh_holds(max_age=0.0 if is_poll else inf)
 
-        is_starting = host.holds.is_awaiting_containers
-        look = is_round or is_starting or now - host.looked_at >= HELD_INTERVAL
-        host.refresh_holds(now, look=look)
-        if is_round:
-            host.holds.note_ended_pods()
-
-        if self._stage is Stage.SCANNING and host.readers.is_settled(now):
-            self._stage = Stage.BINDING
-            self._binding_since = now
-
-    def _apply(self, now: float, *, is_round: bool) -> Decision:
-        """Decide, and bring in line what pods depend on: directories and sessions.
-
-        No call is answered meanwhile, as nothing is awaited: the decision knows all holds, so no
-        directory is removed that one names.
-        """
+    def _publish(self, decision: Decision, now: float) -> None:
+        """Bring in line what others read: files, log and status."""
         host = self.host
-        former, decision = host.applied, host.decide(now)
-        has_same_devices = former is not None and _has_same_devices(decision, former)
-        self._must_write |= not has_same_devices
-
-        if is_round or not has_same_devices:
-            self._put_directories_right(decision)
-        if is_round or decision is not former or self._must_tidy:
-            self._remove_directories(decision, now)
-
-        self.sessions.update(
-            decision.resources,
-            host.holds.checkpoint_stamp,
-            host.holds.other_plugins(decision.holds),
-            # What has failed can have kept them from registering, too: descriptors, memory.
-            is_disturbed=self._directory.take_changes() or host.is_unreadable,
-        )
-        return decision
-
-    def _publish(self, decision: Decision, now: float, *, is_round: bool) -> None:
-        """Bring in line what others read: log, files and status."""
-        host = self.host
-        if decision is not host.applied:
-            for level, line in changes(host.applied, decision):
-                log.log(level, "%s", line)
-        host.applied = decision  # if anything before has failed, the next turn repeats it
-
         # The readings that an event has caused can change the devices once more.
-        writes = is_round or (self._must_write and host.readers.is_settled(monotonic()))
-        if writes:
-            self._must_write = False
+        if self._must_publish and host.readers.are_settled(now):
+            self._must_publish = False
+            host.put_directories_in_order(decision)
             self._write_files(decision)
-        if writes or now >= host.save_by:
             host.save_state()
-        if is_round:
-            self._ask_for_names(decision, now)
-            self._reporter.write_metrics_if_due(now)
+        if now >= self._due["metrics"]:
+            self._due["metrics"] = now + METRICS_INTERVAL
+            self._write_metrics()
 
-        if host.is_unreadable:  # no longer, as all of the above could be done
+        if host.unreadable:  # no longer, as all of the above could be done
             log.info("the node's state can be read again")
-            host.note_problem(UNREADABLE_HOST, None)
+            host.unreadable = None
+
+        problems = host.problems(decision)
         waiting = None if self._stage is Stage.READY else self._get_ready(decision, now)
-        self._manager.show(waiting or self._reporter.status(decision))
-
-    def _put_directories_right(self, decision: Decision) -> None:
-        """Make the directories that holds name, if they are missing; Allocate makes new ones."""
-        host = self.host
-        problem = None
-        for hold in decision.holds:
-            try:
-                host.directories.put_right(hold)
-            except OSError as error:
-                problem = problem or directory_problem(error)
-        host.note_problem("directories", problem)
-
-    def _remove_directories(self, decision: Decision, now: float) -> None:
-        """Remove the directories that no hold names, as many as one turn can."""
-        host = self.host
-
-        # Locks are looked for in what the configuration names: a former daemon's pods can have left
-        # some, and no hold names their directory.
-        for resource in decision.resources.values():
-            if locks := lock_path(resource, resource.devices, host.settings):
-                host.directories.note_locks(locks)
-
-        try:
-            unnamed = host.unnamed_directories(decision, now)
-            steps = RemovalSteps(seconds=STEPS_TAKE)
-            host.directories.clear(unnamed, left_behind=(), now=now, steps=steps)
-            self._must_tidy = False
-        except OutOfSteps:
-            self._must_tidy = True
+        if self._stage is Stage.READY:
+            present = conditions(decision, problems)
+            for level, line in changes(self._conditions, present):
+                log.log(level, "%s", line)
+            self._conditions = present
+        self._manager.show(waiting or self.reporter.status(decision, problems))
 
     def _write_files(self, decision: Decision) -> None:
         """Write the files for others, unless they are as they should be."""
-        settings = self.host.settings
-        texts: dict[str, str | None] = {}  # by path; None: no file
+        settings, files = decision.settings, self.host.files
         if settings.cdi_dir:
-            texts[f"{settings.cdi_dir}/{CDI_FILE}"] = cdi_file(decision)
+            files.keep(f"{settings.cdi_dir}/{CDI_FILE}", cdi_file(decision))
         if settings.labels_dir:
-            texts[f"{settings.labels_dir}/{LABELS_FILE}"] = labels_file(decision)
+            files.keep(f"{settings.labels_dir}/{LABELS_FILE}", labels_file(decision))
+        self._due["metrics"] = min(self._due["metrics"], self._scanned_at)
 
-        self.host.files.keep(texts, unmanaged=[settings.metrics_file])
-        self._check_cdi_file()
-
-    def _check_cdi_file(self) -> None:
-        """Note whether pods can get their devices through the CDI file."""
-        settings = self.host.settings
-        problem = None
-        if settings.device_list_strategy == "cdi":
-            path = f"{settings.cdi_dir}/{CDI_FILE}"
-            if reason := self.host.files.problems.get(path):
-                problem = Reason(f"pods cannot get devices through {path}: {reason}")
-        self.host.note_problem("CDI", problem)
-
-    def _ask_for_names(self, decision: Decision, now: float) -> None:
-        """Ask for the names of holds' pods that are not known."""
-        pods = {hold.pod for hold in decision.holds} - {""} - self.host.holds.names.keys()
-        if pods:
-            holds = {hold.key for hold in decision.holds}
-            self._pod_resources.ask(self.host.settings.pod_resources_socket, holds, pods, now)
-
-    def _apply_names(self, names: PodNames, asked: Collection[HoldKey]) -> None:
-        self.host.holds.apply_names(names, asked)
-        self._wake.set()
+    def _write_metrics(self) -> None:
+        """Write the metrics file, if its directory exists; else it is left to grow old."""
+        path, metrics = self.host.settings.metrics_file, self.reporter.metrics()
+        if path and metrics is not None:
+            self.host.files.write(path, metrics)
 
     def _get_ready(self, decision: Decision, now: float) -> str | None:
         """Notify READY=1 once all is served. While it waits for the driver, return that status."""
@@ -7058,47 +5078,78 @@ class Daemon:
         if missing and now - self._binding_since < BIND_TIMEOUT:
             return f"waiting for the driver to create a device file for {missing[0]}"
 
-        version = decision.observation.driver
+        version = decision.driver
         driver = f"driver {version or 'is not loaded'}"
         present = pluralize(len(self.host.inventory.present), "chip")
         is_unfit = version is None or not decision.resources
-        if self.host.settings.fail_on_init_error and is_unfit:
+        if decision.settings.fail_on_init_error and is_unfit:
             none = "" if decision.resources else "; no device to offer"
             self._exit(1, f"exiting (fail_on_init_error): {driver}, {present}{none}")
             return None
-        if not self.sessions.have_started:
+        if not all(each.has_tried for each in self.sessions.registrations.values()):
             return None
 
-        if missing:
-            log.warning("%s: no device file; starting without it", ", ".join(missing))
-        self._stage = Stage.READY
-        log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
         # `systemctl start` ends with READY=1, and shows the status that is there by then.
-        self._manager.show(self._reporter.status(decision))
-        self._manager.notify("READY=1")
+        self._manager.show(self.reporter.status(decision, self.host.problems(decision)))
+        if self._manager.notify("READY=1"):  # else it is tried again
+            self._stage = Stage.READY
+            if missing:
+                log.warning("%s: no device file; starting without it", ", ".join(missing))
+            log.info("tt-device-plugin %s: %s, %s", __version__, driver, present)
         return None
 
     def _reload(self) -> None:
         """Take the new configuration, except for the keys that need a restart."""
         self._wants_reload = False
+        host, before = self.host, self.host.settings
         try:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            self.host.rejected = f"the configuration was rejected at the last reload: {error}"
+            host.rejected = f"the configuration was rejected at the last reload: {error}"
             return
 
         # Files and sockets below these directories were opened at the start.
-        self.host.rejected = None
-        before = self.host.settings
+        host.rejected = None
         for key in NEEDS_RESTART:
             value = getattr(before, key)
             if getattr(loaded, key) != value:
                 log.warning("%s needs a restart to change; still using %s", key, value)
         kept = {key: getattr(before, key) for key in NEEDS_RESTART}
-        self.host.settings = replace(loaded, **kept)
+        host.settings = replace(loaded, **kept)
         log.setLevel(loaded.log_level.upper())
         log.info("configuration reloaded")
+
+        for path in _output_files(before) - _output_files(host.settings):
+            host.files.keep(path, None)
+        self._must_publish = True
+
+
+def _output_files(settings: Settings) -> set[str]:
+    """Return the paths of the files for others."""
+    found = {settings.metrics_file} if settings.metrics_file else set()
+    if settings.cdi_dir:
+        found.add(f"{settings.cdi_dir}/{CDI_FILE}")
+    if settings.labels_dir:
+        found.add(f"{settings.labels_dir}/{LABELS_FILE}")
+    return found
+
+
+def _chips_to_list(decision: Decision) -> list[str]:
+    """Return the chips that the loaded driver can bind, but that are not listed yet.
+
+    systemd starts the kubelet after READY=1. Pods whose devices are not listed then would be ended
+    (UnexpectedAdmissionError).
+    """
+    missing = []
+    for address, chip in decision.chips.items():
+        function = chip.function
+        if chip.is_listed or function.file_fault or address in decision.settings.exclude:
+            continue
+        is_free = function.driver in (None, DRIVER) and driver_override(function) in (None, DRIVER)
+        if decision.driver and function.on_bus and is_free:
+            missing.append(address)
+    return missing
 
 
 # ==== COMMAND LINE ================================================================================
@@ -7162,7 +5213,6 @@ COMMANDS = {
             "resource_domain",
             "resource_naming",
             "unit",
-            "pod_resources_socket",
         ),
         "tt-device-plugin list --json",
     ),
@@ -7315,1528 +5365,7 @@ def run_daemon(flags: Flags) -> int:
 
 
 def run_command(command: str, options: argparse.Namespace) -> int:
-    """Run a command that shows something; return its exit status. Raises ConfigError."""
-    # An interrupt or a closed pipe ends the command without a traceback. The shell has a command in
-    # the background of a script ignore the terminal's Ctrl-C.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log.setLevel("ERROR")  # the command itself prints the rest
-
-    # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
-    # command is about, runs on with the last valid one.
-    problem = None
-    try:
-        settings = load_settings(vars(options), os.environ)
-    except ConfigError as error:
-        problem = str(error)
-        settings = load_settings(vars(options), os.environ, ignore_file=True)
-
-    try:
-        if command == "check":
-            findings = check_configuration(problem, unknown_variables(os.environ))
-            if not options.config_only:
-                findings = chain(findings, check_node(settings, problem))
-            return print_findings(findings, is_quiet=options.quiet)
-
-        if problem:
-            log.error("%s", problem)
-        if command == "fix":
-            is_valid = problem is None
-            return fix(settings, options.argument, is_valid=is_valid, says_yes=options.yes)
-        return list_devices(settings, is_valid=problem is None, as_json=options.json)
-
-    except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error(CANNOT_LOOK, _text_of(error))
-        return 1
-
-
-def _text_of(error: OSError) -> str:
-    """Return the reason of an error, after the file that it is about, if there is one."""
-    reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename else reason
-
-
-def print_safely(text: str) -> None:
-    """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
-    shown = printable(text)
-    if not _shows_utf8():
-        shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
-    print(shown)
-
-
-def _shows_utf8() -> bool:
-    """Return whether the output can show UTF-8."""
-    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
-        return False
-    import locale  # here, because it would cost 1 ms of each start
-
-    # With LC_ALL=C, Python writes UTF-8, also to a terminal that has asked for ASCII (PEP 540).
-    return not sys.stdout.isatty() or locale.nl_langinfo(locale.CODESET) == "UTF-8"
-
-
-def print_lines(lines: Iterable[str]) -> bool:
-    """Print the output of a command; return whether that is possible. If not, stderr has why."""
-    if sys.stdout is None:
-        log.error("cannot write to stdout: it is closed")
-        return False
-
-    try:
-        for line in lines:
-            print_safely(line)
-        sys.stdout.flush()
-    except OSError as error:
-        log.error("cannot write to stdout: %s", error.strerror)
-        # Else Python tries again at its end, and exits with another status.
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            try:
-                stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return False
-    return True
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal, at most WIDTH; None if the output is not one."""
-    with suppress(OSError):
-        # 0 if the terminal does not report its size.
-        return min(WIDTH, os.get_terminal_size(1).columns or WIDTH)
-    return None
-
-
-def wrapped(text: str, command: str, width: int | None, indent: str = "    ") -> Iterator[str]:
-    """Yield the lines of a text and a command.
-
-    On a terminal, the command is on a separate line, whatever its length: one that is broken by
-    the end of a line would do something else when it is pasted. Else, both are one line.
-    """
-    if width is None:
-        yield str(Reason(text, command))
-        return
-
-    introduction = f"{text}; run:" if command else text
-    yield from textwrap.wrap(
-        introduction,
-        width,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    if command:
-        yield f"{indent}{command}"
-
-
-# -- the view of the node --------------------------------------------------------------------------
-
-
-class ServiceProblem(NamedTuple):
-    """Why the view of the running service cannot be shown."""
-
-    level: str  # of the finding in `check`
-    text: str  # completes "the service …"
-    command: str = ""
-
-
-LOG_COMMAND = "journalctl -t tt-device-plugin -p warning"
-NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
-
-
-def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProblem | None]:
-    """Return the daemon's view; else that of one look, and why it is not the daemon's."""
-    answer = ask_service(settings, is_valid=is_valid)
-    if isinstance(answer, ServiceProblem):
-        return asyncio.run(look_once(settings)), answer
-    return answer, None
-
-
-def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
-    """Return the view of the service, if it has the same roots and kubelet's directory.
-
-    If the configuration is not valid at present, the service runs on with the last valid one, which
-    can have others: its view will do.
-    """
-    # $RUNTIME_DIRECTORY can be another service's, from whose shell this command was started.
-    for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
-        answer = ask(f"{directory}/{STATUS_SOCKET}")
-        if answer is NOT_RUNNING:
-            continue
-        if isinstance(answer, ServiceProblem) or not is_valid:
-            return answer
-
-        for key in NEEDS_RESTART:
-            theirs, ours = answer[key], getattr(settings, key)
-            if theirs != ours:
-                remedy = "restart it, or run this command with its options"
-                return ServiceProblem("warn", f"uses {key} {theirs}, not {ours}; {remedy}")
-        return answer
-    return NOT_RUNNING
-
-
-def ask(path: str) -> View | ServiceProblem:
-    """Return the view of the daemon with this socket."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(VIEW_TIMEOUT)
-            connection.connect(path)
-            content = _received(connection)
-        if not content:  # see SharedText.get()
-            text = f"closed {path} without an answer: it is overloaded, or its log has an error"
-            return ServiceProblem("FAIL", text, LOG_COMMAND)
-        view: View = json.loads(content)
-
-        version = view["version"]  # of another version no other key is known
-        is_ours = version != __version__ or view["program"] == PROGRAM
-        if not isinstance(version, str) or not is_ours:
-            raise ValueError("not a view")
-
-    except (FileNotFoundError, ConnectionRefusedError):
-        return NOT_RUNNING  # a daemon that was killed leaves its socket
-    except PermissionError:
-        text = f"cannot be reached (permission denied: {path}); run this command as root"
-        return ServiceProblem("warn", text)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
-    except OTHER_FORM:
-        return ServiceProblem("FAIL", f"does not answer on {path}: not a view of this program")
-
-    if version != __version__:
-        text = f"is still version {version[:63]}, not {__version__}"
-        return ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
-    return view
-
-
-def _received(connection: socket.socket) -> bytes:
-    """Return all that the other side sends; raises OSError, ValueError.
-
-    It can be any program: the time and the number of bytes are limited.
-    """
-    deadline = monotonic() + VIEW_TIMEOUT
-    content = bytearray()
-    while part := connection.recv(1 << 20):
-        content += part
-        if monotonic() > deadline or len(content) > VIEW_MAX:
-            raise ValueError("too much")
-    return bytes(content)
-
-
-async def look_once(settings: Settings) -> View:
-    """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
-    host = Host(settings, wake=lambda: None)
-    host.read_chips(is_poll=False, details=True)
-
-    # Readings are collected all the while: a read is under way until then.
-    while not host.readers.is_over(monotonic()):
-        await asyncio.sleep(SETTLE_INTERVAL)
-        host.take_readings(monotonic())
-    host.take_readings(monotonic())  # and mark chips whose reads are blocked
-    host.inventory.date_faults(None)
-
-    with suppress(OSError):  # not root
-        host.refresh_holds(monotonic(), look=True)
-    with suppress(grpc.aio.AioRpcError, DecodeError):
-        holds = {hold.key for hold in host.holds.current(monotonic())}
-        host.holds.apply_names(await list_pods(settings.pod_resources_socket), holds)
-
-    view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
-    return view
-
-
-# -- list ------------------------------------------------------------------------------------------
-
-
-def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
-    """Print the chips; return the exit status. `is_valid`: whether the configuration is."""
-    view, problem = get_view(settings, is_valid=is_valid)
-    if problem:
-        text = f"this is a single look at the node: the service {problem.text}"
-        log.error("%s", printable(str(Reason(text, problem.command))))
-    outdated = outdated_because(view)
-    if outdated:
-        log.error("%s", printable(outdated))
-
-    lines = list_lines(view, terminal_width())
-    if as_json:
-        lines = iter(json.dumps(view["chips"], indent=2).splitlines())
-    return 0 if print_lines(lines) and not outdated else 1
-
-
-def outdated_because(view: View) -> str | None:
-    """Return why a view is older than it should be: the daemon cannot read the node's state."""
-    problems = view["service"]["problems"] if view["service"] else {}
-    return str(Reason(*problems[UNREADABLE_HOST])) if UNREADABLE_HOST in problems else None
-
-
-def list_lines(view: View, width: int | None) -> Iterator[str]:
-    """Yield the table and the lines below it; `width`: columns of a terminal."""
-    rows = view["chips"]
-    if rows:
-        firmware = common_value(row["firmware"] for row in rows) or "unknown"
-        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
-        yield from _table_lines(view, width)
-    elif not view["unsupported"] and not outdated_because(view):
-        yield "no Tenstorrent device on this node"
-
-    for addresses, problem, command in _faults(view):
-        yield from wrapped(f"{_subject(addresses)}: {problem}", command, width)
-    if view["unit"] == "board":
-        for bdf, text in view["unplaced"].items():
-            yield from wrapped(f"{bdf}: not advertised: {text}", "", width)
-    for device, text in view["withheld"].items():
-        yield from wrapped(f"{device} is withheld: {text}", "", width)
-    for resource in view["resources"]:
-        for device, text in resource["incomplete"].items():
-            yield from wrapped(f"{device}: {text}", "", width)
-    for bdf in view["unsupported"]:
-        yield from wrapped(f"{bdf}: not supported: {UNSUPPORTED}", "", width)
-
-    if rows:
-        in_use = sum(1 for row in rows if users_of(row))
-        unhealthy = len(view["faults"])
-        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
-
-
-def _faults(view: View) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Yield chips, problem with its time, and command of each fault: one cause is one line."""
-    found = defaultdict(list)
-    for bdf, fault in view["faults"].items():
-        found[fault["problem"], fault["command"]].append(bdf)
-
-    for (problem, command), addresses in found.items():
-        times = [view["faults"][bdf]["since"] for bdf in addresses]
-        first = min(filter(None, times), default=None)
-        yield addresses, f"{problem}{_since(first, time.time())}", command
-
-
-def _subject(addresses: Sequence[str]) -> str:
-    """Return how a line about these chips begins."""
-    return addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-
-
-def _since(moment: float | None, now: float) -> str:
-    """Return when a fault began, in local time; with the date from the second day on."""
-    if moment is None:
-        return ""
-    began, today = time.localtime(moment), time.localtime(now)
-    form = "%H:%M" if began[:3] == today[:3] else "%Y-%m-%d %H:%M"
-    return time.strftime(f" (since {form})", began)
-
-
-def _table_lines(view: View, width: int | None) -> Iterator[str]:
-    """Yield the table. On a terminal, columns that do not fit are left out, and named."""
-    table = [_cells(row, view) for row in view["chips"]]
-    table.insert(0, {title: title for title in table[0]})
-    widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
-
-    # A chip's ID is its address; the column is for the IDs of boards.
-    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
-        del widths["ID"]
-
-    omitted = []
-    for title in OMITTED_FIRST:
-        if width and sum(widths.values()) + 2 * len(widths) - 2 > width:
-            del widths[title]
-            omitted.append(title)
-
-    for cells in table:
-        padded = [cells[title].ljust(size) for title, size in widths.items()]
-        text = "  ".join(padded).rstrip()
-        yield f"{text[: width - 1]}…" if width and len(text) > width else text
-    if omitted:
-        yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", "", width)
-
-
-def _cells(row: View, view: View) -> dict[str, str]:
-    """Return a chip's row of the table, by the titles of the columns."""
-    cells = {}
-    for title, key in COLUMNS.items():
-        cells[title] = "-" if row[key] is None else str(row[key])
-    for title in ("°C", "W"):
-        cells[title] = cells[title].partition(".")[0]  # without decimals
-
-    cells["RESOURCE"] = without_domain(cells["RESOURCE"])
-    if row["replicas"]:
-        cells["RESOURCE"] += f" ×{row['replicas']}"
-
-    health = "healthy"
-    if fault := view["faults"].get(row["bdf"]):
-        health = fault["kind"].upper()
-    elif row["withheld"]:
-        health = "withheld"
-    elif row["excluded"]:
-        health = "excluded"
-    cells["HEALTH"] = health
-    cells["USED BY"] = _used_by(row)
-    return cells
-
-
-def _used_by(row: View) -> str:
-    """Return a chip's users: two names and a count."""
-    found = users_of(row)
-    if not found:
-        return "?" if None in (row["pods"], row["processes"]) else "-"
-    more = f" +{len(found) - 2}" if len(found) > 2 else ""
-    return ", ".join(found[:2]) + more
-
-
-def users_of(row: View) -> list[str]:
-    """Return the pods and processes that use a chip. A pod's process is the pod."""
-    found = pods_of(row)
-    for process in row["processes"] or ():
-        if not (row["pods"] and process["of_pod"]):
-            found.append(f"{printable(process['command'])}[{process['pid']}]")
-    return found
-
-
-def pods_of(row: View) -> list[str]:
-    """Return the pods that hold a chip, each once: "namespace/name", or the UID."""
-    pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
-    return list(dict.fromkeys(pods))
-
-
-# -- fix: looks before it mends --------------------------------------------------------------------
-#
-# A command in a text is old when it is pasted: the device number can be another chip's by then. And
-# tt-smi resets *all* other cards of the node if it does not find the address that it was given. So
-# texts about a chip name this command, which takes one step at a time, each after a look at sysfs
-# and at the daemon's view. It runs with the operator's rights; the daemon does none of this.
-
-FIX_LOCK = "fix.lock"  # in the daemon's runtime directory
-INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-LOOK_INTERVAL = 0.25  # seconds between looks
-FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect; see Situation.follows_within
-RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
-WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
-ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
-VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
-TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
-STRUCTURAL = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)  # faults that sysfs and /dev show
-GALAXY_RESETS = (
-    "on a Galaxy, a reset needs CPLD firmware 1.16 or later; users report chips that could not be "
-    "used after a reset of some of a Galaxy's chips (tt-umd #3458); only tt-smi -glx_reset resets "
-    "all 32 chips, which interrupts every pod"
-)
-
-
-class Step(Enum):
-    """An action that can help a chip."""
-
-    RESCAN = "rescan the PCI bus, so that the kernel finds the card again"
-    LOAD = "load the driver, which concerns all chips of this node"
-    BIND = "bind the driver to the chip"
-    REBIND = "unbind the driver from the chip and bind it again"
-    MAKE_FILE = "make the device file again, with the numbers that sysfs has"
-    WAIT = "wait, because a reset or the start of the firmware takes its time"
-    RESET = "reset the chip with tt-smi"
-
-
-INTERRUPTING = (Step.REBIND, Step.RESET)  # they take a working chip from its users
-COSTS_NOTHING = (Step.MAKE_FILE, Step.WAIT)  # those after which pods need not be started again
-
-
-class End(NamedTuple):
-    """The reason not to take another step."""
-
-    text: str
-    is_well: bool = False
-
-
-class Plan(NamedTuple):
-    """A step with all that an answer to it is about: if any of it changes, it is asked again."""
-
-    step: Step | End
-    program: str = ""  # path of modprobe or tt-smi
-    command: str = ""  # as it is shown, so with the device number
-    pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
-    guests: Mapping[str, str] = {}  # see Situation
-
-
-class Situation(NamedTuple):
-    """A chip at one moment, as sysfs and the daemon show it, and the steps so far."""
-
-    function: PciFunction  # by sysfs
-    view: View  # the daemon's
-    override: str | None = None  # see driver_override()
-    fault: Fault | None = None  # by the daemon
-    now: float = 0.0  # Unix time
-    since: float | None = None  # when that kind of fault began, Unix time
-    ends_at: float | None = None  # when a thermal trip will be over, Unix time
-    in_service: bool = True  # False: excluded, and held by no pod
-    is_galaxys: bool = False
-    outdated: str | None = None  # why the daemon's view is older than it should be
-    guests: Mapping[str, str] = {}  # other drivers of chips that a reset can reset as well
-    is_arm64: bool = False
-    done: frozenset[Step] = frozenset()
-
-    @property
-    def row(self) -> View:
-        return row_of(self.view, self.function.bdf)
-
-    @property
-    def follows_within(self) -> float:
-        """Return the seconds after which a step was without effect."""
-        interval: float = self.view["health"]["interval"]
-        return max(FOLLOWS_WITHIN, 4 * interval)
-
-    @property
-    def lasts(self) -> float:
-        """Return the seconds for which the fault has lasted, inf if they are not known."""
-        # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
-        is_known = self.since is not None and self.since <= self.now
-        return self.now - (self.since or 0.0) if is_known else inf
-
-    @property
-    def structural_fault(self) -> Fault | None:
-        """Return the fault that sysfs and /dev show, earlier than the daemon."""
-        return Chip(self.function).fault
-
-    @property
-    def present_fault(self) -> Fault | None:
-        """Return the fault by sysfs, else by the daemon; of one that is over, what it waits for."""
-        if self.structural_fault is None and self.fault and self.fault.kind in STRUCTURAL:
-            return self.fault._replace(text=WAITING)
-        return self.structural_fault or self.fault
-
-    @property
-    def is_current(self) -> bool:
-        """Return whether the daemon has seen what sysfs shows."""
-        shown = self.structural_fault.kind if self.structural_fault else None
-        known = self.fault.kind if self.fault and self.fault.kind in STRUCTURAL else None
-        return shown is known and not self.outdated
-
-
-def next_step(seen: Situation) -> Step | End:
-    """Return what to do next about a chip, or why nothing: the first row that applies.
-
-        the daemon's view is old            nothing: a pod can have got the chip since
-        out of service                      nothing
-        not on the bus                      RESCAN
-        another driver's                    nothing: a virtual machine may use the card
-        driver not loaded                   LOAD
-        not bound                           BIND
-        bound, but no class device          REBIND
-        device file missing or another's    MAKE_FILE
-        no fault                            nothing
-        the daemon still has one of these   nothing: it has not read the chip since
-        hot, tripped                        nothing: only cooling helps
-        resetting, silent                   WAIT; then REBIND; then RESET
-        any other fault                     RESET; nothing on arm64, where tt-smi cannot
-
-    No step is taken twice: if one was without effect, a power cycle is left.
-    """
-    function = seen.function
-    kind = seen.fault.kind if seen.fault else None
-    if seen.outdated:
-        return End(f"nothing is done: the service {seen.outdated}")
-    if not seen.in_service:
-        return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
-
-    step = Step.RESET  # for the last two rows
-    if not function.on_bus:
-        step = Step.RESCAN
-    elif function.driver not in (None, DRIVER):
-        wait = f"to unbind {function.driver} would wait until it lets go"
-        return End(f"nothing is done: a virtual machine may use the card, and {wait}")
-    elif function.driver is None:
-        step = Step.BIND if function.driver_is_loaded else Step.LOAD
-    elif function.ordinal is None:
-        step = Step.REBIND
-    elif function.file_fault:
-        step = Step.MAKE_FILE
-    elif kind is None:
-        more = "nothing more" if seen.done else "nothing"
-        return End(f"{more} needs to be done", is_well=True)
-    elif kind in STRUCTURAL:
-        return End("the service has no reading of it yet; try again later")
-    elif kind in NO_COMMAND_HELPS:
-        return End(_why_cooling(seen))
-    elif kind in (Kind.RESETTING, Kind.SILENT):
-        # Firmware can be late. A Wormhole's driver asks it again and again; a Blackhole's asks only
-        # when it binds, and not after a reset either (tt-kmd).
-        is_late_wormhole = kind is Kind.SILENT and function.arch == "wormhole"
-        patience = WORMHOLE_STARTS_WITHIN if is_late_wormhole else RESET_TAKES
-        if seen.lasts < patience:
-            return Step.WAIT
-        if Step.REBIND not in seen.done:
-            step = Step.REBIND
-
-    if step is Step.RESET and seen.is_arm64:
-        return End("tt-smi cannot reset chips on arm64; what is left: drain this node, reboot it")
-    if step not in seen.done:
-        return step
-    if step is Step.LOAD:
-        return End("what is left: install the driver (tt-kmd) for the running kernel")
-    return End("what is left: power-cycle the host")
-
-
-def _why_cooling(seen: Situation) -> str:
-    """Return why nothing is done about a chip that is hot or has tripped."""
-    text = "nothing is done: only cooling helps; check the fans and the air flow"
-    if seen.ends_at is None:
-        return text
-    ends, today = time.localtime(seen.ends_at), time.localtime(seen.now)
-    form = "%H:%M:%S" if ends[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
-    moment = time.strftime(form, ends)
-    return f"{text}; the fault ends at {moment} if the chip does not trip again"
-
-
-def shown_command(step: Step, seen: Situation, settings: Settings, program: str) -> str:
-    """Return a shell command that does the same as a step; `program`: tt-smi or modprobe."""
-    bdf, path = seen.function.bdf, seen.function.path
-    drivers = f"{settings.sys}/bus/pci/drivers/{DRIVER}"
-    if step is Step.RESCAN:
-        return f"echo 1 > {settings.sys}/bus/pci/rescan"
-    if step is Step.LOAD:
-        return f"{program} {DRIVER}"
-
-    clear = "" if _is_free(seen) else f"echo > {seen.function.directory}/driver_override && "
-    if step is Step.BIND:
-        return f"{clear}echo {bdf} > {drivers}/bind"
-    if step is Step.REBIND:
-        return f"{clear}echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
-
-    if step is Step.MAKE_FILE:
-        number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
-        remove = f"{'rmdir' if _is_real_directory(path) else 'rm -f'} {path}"
-        return f"mkdir -p {dirname(path)}; {remove}; mknod -m 666 {path} c {number}"
-
-    if step is Step.RESET:
-        return " ".join(reset_command(seen.function, program))
-    return ""
-
-
-def _is_free(seen: Situation) -> bool:
-    """Return whether driver_override lets our driver have the function.
-
-    While it names another driver, the kernel refuses to bind ours (ENODEV).
-    """
-    return seen.override in (None, DRIVER)
-
-
-def reset_command(function: PciFunction, tt_smi: str) -> list[str]:
-    """Return the command that resets this chip, and nothing if its number has gone meanwhile.
-
-    To tt-smi, an address that it does not find is *all* chips, a device file never is. And its
-    search for devices after a reset (--no_reinit: none) would open those that are in use.
-    """
-    return [tt_smi, "-r", f"/dev/{DRIVER}/{function.ordinal}", "--no_reinit"]
-
-
-def write_attribute(path: str, text: str) -> None:
-    """Write to an attribute of sysfs; raises OSError with the kernel's reason."""
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, text.encode())
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def make_device_file(function: PciFunction) -> None:
-    """Make a chip's device file as the kernel and the driver's udev rule do; raises OSError."""
-    number = read_attribute(f"{function.class_device}/dev")
-    directory, path = dirname(function.path), function.path
-    if not isdir(directory):
-        os.mkdir(directory)
-        os.chmod(directory, 0o755)
-
-    # Container runtimes can have made a directory there, for a file that did not exist.
-    if _is_real_directory(path):
-        os.rmdir(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(*map(int, number.split(":"))))
-    os.chmod(path, 0o666)  # whatever the umask
-
-
-def _is_real_directory(path: str) -> bool:
-    return isdir(path) and not os.path.islink(path)
-
-
-def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
-    """Return the path of a program, None if there is none, and where it was looked for.
-
-    A simulated node has its own programs in the directory `bin` below its root.
-    """
-    import shutil  # here, because it would cost 3 ms of each start
-
-    directories = os.environ.get("PATH", os.defpath)
-    if settings.root != Settings().root:
-        directories = f"{settings.root}/bin"
-    return shutil.which(name, path=directories), directories
-
-
-@asynccontextmanager
-async def running(
-    command: Sequence[str], stdout: int | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a program of the card's tools, which ends with this context; raises OSError.
-
-    It has its own session, so that its children end with it.
-    """
-    # With TT_VISIBLE_DEVICES, tt-smi does not find a device that it leaves out.
-    environ = {name: text for name, text in os.environ.items() if name != "TT_VISIBLE_DEVICES"}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=subprocess.DEVNULL, stdout=stdout, env=environ, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                with suppress(asyncio.CancelledError):  # a second interrupt: do not wait for it
-                    ending = asyncio.ensure_future(process.wait())
-                    await asyncio.wait({ending}, timeout=ENDS_WITHIN)
-
-
-class Refusal(Exception):
-    """Why `fix` cannot go on, in one line, and its exit status."""
-
-    def __init__(self, text: str, status: int = 1) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-@contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Hold the lock that lets one `fix` at a time work on a node; raises Refusal, OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = holder_of_lock(os.fstat(descriptor).st_ino)
-            raise Refusal(f"another fix is at work on this node: {holder}") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def row_of(view: View, address: str) -> View:
-    """Return the row of a chip; raises Refusal if it was not seen since boot."""
-    rows: dict[str, View] = {row["bdf"]: row for row in view["chips"]}
-    if row := rows.get(address.lower()):
-        return row
-    if address.lower() in view["unsupported"]:
-        raise Refusal(f"{address} is not supported: {UNSUPPORTED}")
-
-    for board, chips in view["boards"].items():
-        if board.lower() == address.lower():
-            raise Refusal(f"{board} is a board; give the address of a chip: {either(chips)}", 2)
-    raise Refusal(f"{address!r} was not seen since boot; run: tt-device-plugin list", 2)
-
-
-def other_chips(view: View, row: View) -> list[View]:
-    """Return the other chips that a reset of this one resets: of a p300, its board's.
-
-    While one of the two has not reported the board's serial number, these are all that it can be:
-    the p300 chips whose board is not whole, but for those with another serial number.
-    """
-    if row["board"] != "p300":
-        return []
-
-    others = [each for each in view["chips"] if each["board"] == "p300" and each is not row]
-    whole = [chips for chips in view["boards"].values() if len(chips) == 2]
-    for chips in whole:
-        if row["bdf"] in chips:
-            return [each for each in others if each["bdf"] in chips]
-
-    found = []
-    on_whole_boards = set(chain(*whole))
-    for each in others:
-        serials = {each["serial"], row["serial"]} - {None}
-        if each["bdf"] not in on_whole_boards and len(serials) < 2:
-            found.append(each)
-    return found
-
-
-def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
-    """Mend a chip; return the exit status. `is_valid`: whether the configuration is."""
-
-    def view_of_daemon() -> View:
-        answer = ask_service(settings, is_valid=is_valid)
-        if isinstance(answer, ServiceProblem):
-            raise Refusal(str(Reason(f"the service {answer.text}", answer.command)))
-        return answer
-
-    try:
-        view = view_of_daemon()
-        bdf = row_of(view, address)["bdf"]
-
-        # An invalid file may have other roots than the daemon works with.
-        roots = {key: view[key] for key in NEEDS_RESTART}
-        with locked(f"{view['runtime_dir']}/{FIX_LOCK}"):
-            mender = Mender(replace(settings, **roots), bdf, view_of_daemon, says_yes=says_yes)
-            return asyncio.run(mender.run())
-
-    except Refusal as refusal:
-        log.error("%s", printable(str(refusal)))
-        return refusal.status
-    except OSError as error:
-        advice = "; run it as root" if isinstance(error, PermissionError) else ""
-        log.error("%s", printable(f"{_text_of(error)}{advice}"))
-        return 1
-
-
-def _rows_hit(step: Step, seen: Situation) -> list[View]:
-    """Return the rows of the chips that a step concerns, this one first."""
-    row = seen.row
-    if step is Step.LOAD:
-        return [row, *(each for each in seen.view["chips"] if each is not row)]
-    return [row, *other_chips(seen.view, row)] if step is Step.RESET else [row]
-
-
-def _pods_hit(step: Step, seen: Situation) -> list[Sequence[str]]:
-    """Return the pods of each of these chips."""
-    return [pods_of(row) for row in _rows_hit(step, seen)]
-
-
-def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
-    """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
-    if driver := (guests or {}).get(row["bdf"]):
-        return f"driver {driver} is bound, so a virtual machine may use it"
-    is_all = None not in (row["pods"], row["processes"])
-    if found := users_of(row):
-        return f"used by {', '.join(found)}{'' if is_all else ' (others are not known)'}"
-    return "not in use" if is_all else "its users are not known"
-
-
-class Mender:
-    """Brings a chip back to health, step after step.
-
-    An interrupt cancels the task where it awaits something. What must not be interrupted (an unbind
-    and its bind) awaits nothing, so there the interrupt counts afterwards.
-    """
-
-    def __init__(
-        self, settings: Settings, bdf: str, view_of_daemon: Callable[[], View], *, says_yes: bool
-    ) -> None:
-        """`view_of_daemon`: returns the present one; raises Refusal."""
-        self._settings = settings
-        self._bdf = bdf
-        self._view_of_daemon = view_of_daemon
-        self._says_yes = says_yes
-        self._on_terminal = os.isatty(0) and os.isatty(1)
-        self._tt_smi = ""  # its path, once its version is known to be new enough
-        self._done: set[Step] = set()
-        self._hit: dict[str, None] = {}  # pods whose chips were taken from them
-
-    async def run(self) -> int:
-        """Mend it; return the exit status. Raises Refusal, OSError."""
-        task = asyncio.current_task()
-        assert task
-        for number in INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
-                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-
-        try:
-            end = await self._mend()
-            self._say(end.text)
-            return 0 if end.is_well else 1
-        except asyncio.CancelledError:
-            if self._done:
-                with suppress(Refusal, OSError):
-                    self._show(self._look())
-            self._say("interrupted")
-            return 130
-        finally:
-            if self._hit:
-                self._say(f"pods that must be started again: {', '.join(self._hit)}")
-
-    async def _mend(self) -> End:
-        """Plan, ask, look again and take the step, until there is none; return why."""
-        # The daemon's view can be older than what sysfs shows.
-        seen = self._look()
-        if not seen.is_current and seen.in_service:
-            seen = await self._watch(seen.follows_within, lambda seen: seen.is_current)
-        self._show(seen)
-
-        while True:
-            plan = await self._plan(seen)
-            if isinstance(plan.step, End):
-                return plan.step
-            self._describe(plan, seen)
-            if refusal := await self._ask(plan.step, seen):
-                return refusal
-
-            # A person has thought about it, perhaps for hours.
-            seen = self._look()
-            if await self._plan(seen) != plan:
-                self._say("the chip or its pods have changed; your answer was for another step")
-                self._show(seen)
-                continue
-
-            await self._take(plan, seen)
-            limit = inf if plan.step is Step.WAIT else seen.follows_within
-            seen = await self._watch(limit, partial(self._has_followed, plan.step))
-            self._show(seen)
-
-    async def _plan(self, seen: Situation) -> Plan:
-        """Return the next step, and the subject of an answer to it."""
-        step, program = next_step(seen), ""
-        if step in (Step.LOAD, Step.RESET):
-            program, problem = await self._program("modprobe" if step is Step.LOAD else "tt-smi")
-            if problem:
-                step = End(problem)
-        if isinstance(step, End):
-            return Plan(step)
-
-        command = shown_command(step, seen, self._settings, program)
-        return Plan(step, program, command, _pods_hit(step, seen), seen.guests)
-
-    # Looks
-
-    def _look(self) -> Situation:
-        """Return what sysfs and the daemon show now; raises Refusal, OSError."""
-        view = self._view_of_daemon()
-        row = row_of(view, self._bdf)
-
-        bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
-        function = bus.get(self._bdf)
-        if function is None or function.arch is None:  # another vendor's card, or none
-            function = PciFunction(self._bdf, row["arch"], on_bus=False)
-
-        guests = {}
-        for each in other_chips(view, row):
-            other = bus.get(each["bdf"])
-            if other and other.driver not in (None, DRIVER):
-                guests[other.bdf] = other.driver
-
-        # The daemon's monotonic clock is this process's, too; a person reads Unix time.
-        fault = view["faults"].get(self._bdf)
-        now = time.time()
-        ends_at = None
-        if fault and fault["kind"] == Kind.TRIPPED.value:
-            ends_at = now + fault["tripped_at"] + view["health"]["trip_holdoff"] - monotonic()
-
-        return Situation(
-            function,
-            view,
-            driver_override(function) if function.on_bus else None,
-            Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
-            now,
-            fault["since"] if fault else None,
-            ends_at,
-            in_service=row["healthy"] is not None,
-            is_galaxys=str(row["board"]).startswith("galaxy"),
-            outdated=outdated_because(view),
-            guests=guests,
-            is_arm64=os.uname().machine == "aarch64",
-            done=frozenset(self._done),
-        )
-
-    async def _watch(self, seconds: float, is_enough: Callable[[Situation], bool]) -> Situation:
-        """Look until it is enough, or for so long; return the last look."""
-        deadline = monotonic() + seconds
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL)
-            seen = self._look()
-            if is_enough(seen) or monotonic() >= deadline:
-                return seen
-
-    def _has_followed(self, step: Step, seen: Situation) -> bool:
-        """Return whether a step has helped, or is seen not to be enough."""
-        if step is Step.WAIT:
-            return next_step(seen) is not Step.WAIT
-        if not seen.is_current:
-            return False
-
-        # A new start of the firmware takes its time, and shows other faults meanwhile.
-        further = next_step(seen)
-        if isinstance(further, End) or step in INTERRUPTING:
-            return isinstance(further, End) and further.is_well
-        return True
-
-    # Lines and questions
-
-    def _say(self, text: str) -> None:
-        print_lines(wrapped(text, "", terminal_width()))
-
-    def _show(self, seen: Situation) -> None:
-        """Print how the chip is, and who uses it."""
-        row = seen.row
-        state = "healthy" if seen.in_service else "out of service"
-        if fault := seen.present_fault:
-            state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
-        card = row["card"] or row["arch"] or "unknown card"
-        self._say(f"{self._bdf} ({card}): {state}; {_use(row)}")
-
-    def _describe(self, plan: Plan, seen: Situation) -> None:
-        """Print the effect of a step, and whom else it affects."""
-        step = plan.step
-        assert isinstance(step, Step)
-        rows = _rows_hit(step, seen)
-        row, *others = rows
-
-        if step is Step.LOAD:
-            for each in others:
-                self._say(f"{each['bdf']}: {_use(each)}")
-        if step is Step.RESET and row["board"] == "p300":
-            whose = "the other chip of its board"
-            is_known = [each["serial"] for each in others] == [row["serial"] or ""]
-            if not is_known:
-                self._say(f"{whose}, which is not known, is reset too")
-            for each in others:
-                text = f", {whose}, is reset too" if is_known else f" may be {whose}"
-                self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
-        if step is Step.RESET and seen.is_galaxys:
-            self._say(GALAXY_RESETS)
-        if step in (Step.BIND, Step.REBIND) and not _is_free(seen):
-            self._say(f"driver_override keeps it for {seen.override}, and is cleared first")
-
-        is_used = step in INTERRUPTING and any(map(users_of, rows))
-        self._say(f"next step: {step.value}{', which interrupts its users' if is_used else ''}")
-        if self._on_terminal and plan.command:
-            print_lines([f"    {plan.command}"])
-
-    async def _ask(self, step: Step, seen: Situation) -> End | None:
-        """Return why a step is not taken, None if it is."""
-        needs_answer = step is Step.RESET and bool(seen.is_galaxys or seen.guests)
-        if self._says_yes and not needs_answer:
-            return None
-
-        undone = "nothing more is done" if self._done else "nothing is done"
-        if not self._on_terminal:
-            advice = "" if needs_answer else "; to answer yes in advance, use --yes"
-            return End(f"{undone}: the question needs a terminal{advice}")
-        if step is Step.WAIT:
-            return None  # it affects nobody
-
-        is_yes = (await self._answer("Do this? [y/N] ")).lower() in ("y", "yes")
-        return None if is_yes else End(undone)
-
-    async def _answer(self, question: str) -> str:
-        """Return the line that is typed as an answer, "" at the end of input."""
-        loop = asyncio.get_running_loop()
-        is_typed = asyncio.Event()
-        with suppress(termios.error):  # the terminal has been closed
-            termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
-        with suppress(OSError):
-            print(question, end="", flush=True)
-
-        loop.add_reader(0, is_typed.set)
-        try:
-            await is_typed.wait()
-        finally:
-            loop.remove_reader(0)
-
-        try:
-            answer = os.read(0, 4096)
-        except OSError:  # the terminal is being closed
-            raise asyncio.CancelledError from None
-        if not answer and not os.isatty(0):  # it has been closed: SIGHUP is on its way
-            raise asyncio.CancelledError
-        if not answer.endswith(b"\n"):
-            print_lines([""])
-        return answer.decode("utf-8", "replace").strip()
-
-    # Steps
-
-    async def _program(self, name: str) -> tuple[str, str]:
-        """Return the path of modprobe or tt-smi, and why it cannot be used."""
-        path, directories = find_program(name, self._settings)
-        if path is None:
-            return "", f"{name} was not found in {directories} (sudo has a PATH of its own)"
-        if name != "tt-smi" or path == self._tt_smi:
-            return path, ""
-
-        async with running([path, "--version"], stdout=subprocess.PIPE) as process:
-            assert process.stdout
-            line = asyncio.ensure_future(process.stdout.readline())
-            await asyncio.wait({line}, timeout=VERSION_TAKES)
-        is_known = line.done() and not line.exception()  # ValueError: a line without an end
-        version = line.result().decode("utf-8", "replace").strip() if is_known else ""
-        numbers = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", version)
-        if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
-            needed = ".".join(map(str, TT_SMI_NEEDED))
-            return "", f"{path} is version {version[:63] or 'unknown'}; {needed} or later is needed"
-        self._tt_smi = path
-        return path, ""
-
-    async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step, and note whose pods it has hit.
-
-        An error of the kernel is printed, as the next look shows what has become of the chip;
-        raises OSError if nothing can have been done.
-        """
-        step, program = plan.step, plan.program
-        assert isinstance(step, Step)
-        hit = [] if step in COSTS_NOTHING else plan.pods
-        self._done.add(step)
-        if step is Step.REBIND:
-            self._done.add(Step.BIND)  # which is a part of it
-
-        try:
-            if step is Step.RESET:
-                async with running(reset_command(seen.function, program)) as process:
-                    if status := await process.wait():  # which proves nothing
-                        self._say(f"tt-smi ended with status {status}")
-            else:
-                self._act(step, seen, program)
-
-        except OSError as error:
-            # Root's rights are missing, or a program cannot be run.
-            if isinstance(error, PermissionError) or program:
-                hit = []
-                raise
-            self._say(_text_of(error))
-        finally:  # an interrupted reset has hit them, too
-            self._hit |= dict.fromkeys(chain(*hit))
-
-        if step is Step.RESET:
-            # Another pod can have got a chip during the reset.
-            self._hit |= dict.fromkeys(chain(*_pods_hit(step, self._look())))
-
-    def _act(self, step: Step, seen: Situation, program: str) -> None:
-        """Take a step that an interrupt does not end: WAIT does nothing; raises OSError."""
-        bdf = self._bdf
-        bus = f"{self._settings.sys}/bus/pci"
-        driver = f"{bus}/drivers/{DRIVER}"
-        if step is Step.RESCAN:
-            write_attribute(f"{bus}/rescan", "1")
-
-        elif step is Step.LOAD:
-            # In its own session, it does not get the terminal's Ctrl-C either. Whether it has
-            # helped, the next look shows.
-            command = [program, DRIVER]
-            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
-
-        elif step in (Step.BIND, Step.REBIND):
-            if not _is_free(seen):
-                write_attribute(f"{seen.function.directory}/driver_override", "\n")
-            if step is Step.REBIND:
-                write_attribute(f"{driver}/unbind", bdf)
-            write_attribute(f"{driver}/bind", bdf)
-
-        elif step is Step.MAKE_FILE:
-            make_device_file(seen.function)
-
-
-# -- check -----------------------------------------------------------------------------------------
-
-
-class Finding(NamedTuple):
-    """A line of `check`."""
-
-    level: str  # "ok", "warn" or "FAIL"
-    subject: str
-    text: str
-    command: str = ""  # that helps
-
-
-Findings = Iterator[Finding]
-METRICS_ARE_OLD = 120.0  # seconds
-PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
-GIANT_PAGES = f"/dev/{HUGETLBFS[0]}"  # where the host has its pages of 1 GiB
-
-
-def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
-    """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
-    found = list(findings)
-    shown = [each for each in found if each.level != "ok" or not is_quiet]
-    if is_quiet:  # for readers that cut it: node-problem-detector, a pager
-        shown.sort(key=lambda finding: finding.level != "FAIL")
-    width = terminal_width()
-    margin = max((len(each.subject) for each in shown), default=0) + 8
-
-    lines: list[str] = []
-    for level, subject, text, command in shown:
-        start = f"{level:4}  {subject}".ljust(margin)
-        lines += wrapped(start + text, command, width, " " * margin)
-
-    has_failed = any(each.level == "FAIL" for each in found)
-    return 0 if print_lines(lines) and not has_failed else 1
-
-
-def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
-    """Yield whether the configuration is valid, and the warnings about it."""
-    if problem:
-        yield Finding("FAIL", "configuration", problem)
-    else:
-        yield Finding("ok", "configuration", "valid")
-    for warning in warnings:
-        yield Finding("warn", "configuration", warning)
-
-
-def check_node(settings: Settings, problem: str | None) -> Findings:
-    """Yield all other findings, or the reason why there are no more; see Checks."""
-    try:
-        yield from Checks(settings, problem).findings()
-    except OSError as error:
-        yield Finding("FAIL", UNREADABLE_HOST, CANNOT_LOOK % _text_of(error))
-
-
-def file_command(path: str, problem: str) -> str:
-    """Return the command that helps if a file cannot be written, empty if there is none.
-
-    A directory that is newer than the service is read-only in its sandbox. For other directories
-    than these, the unit needs ReadWritePaths=.
-    """
-    usual = Settings()
-    directories = (usual.cdi_dir, usual.labels_dir, dirname(usual.metrics_file))
-    is_read_only = problem.endswith(os.strerror(errno.EROFS))
-    is_new = is_read_only and dirname(path) in directories
-    return "systemctl restart tt-device-plugin" if is_new else ""
-
-
-class Checks:
-    """The preflight of a node: what `check` looks at, beside the configuration."""
-
-    def __init__(self, settings: Settings, problem: str | None) -> None:
-        """`problem`: of the configuration, whose file is ignored in the settings then."""
-        self._config_problem = problem
-        self._view, self._service_problem = get_view(settings, is_valid=problem is None)
-
-        # The settings are those of this command, except for what only the service knows: it can
-        # have its files from variables of its unit, and with an invalid configuration also roots
-        # and directory. A single look's view has those of this command.
-        of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
-        self._settings = replace(settings, **{key: self._view[key] for key in of_service})
-
-    def findings(self) -> Findings:
-        """Yield all findings, those on which others depend first."""
-        yield from self._service()
-        yield from self._driver()
-        yield from self._chips()
-        yield from self._hugepages()
-        yield from self._directories()
-        yield from self._cdi_file()
-        yield from self._other_files()
-        yield from self._kubelet()
-        yield from self._resources()
-        yield from self._other_allocators()
-
-    def _service(self) -> Findings:
-        """Check that the service runs, with this configuration, and can serve pods."""
-        service, problem = self._view["service"], self._service_problem
-        if problem is NOT_RUNNING and self._config_problem:
-            yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
-        elif problem:
-            yield Finding(problem.level, "service", problem.text, problem.command)
-        elif service["rejected"] and not self._config_problem:
-            command = "systemctl reload tt-device-plugin"
-            yield Finding("FAIL", "service", service["rejected"], command)
-        else:
-            # Not its status: that has the commands of other lines, and a long line is wrapped.
-            text = f"{self._view['version']} is running"
-            if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
-                text += f", {REGISTERED_TEXT}"
-            if self._config_problem:
-                text += "; it cannot start again with this configuration"
-            yield Finding("ok", "service", text)
-
-        for subject, reason in (service or {}).get("problems", {}).items():
-            if subject != "CDI":  # see _cdi_file()
-                yield Finding("FAIL", subject, *reason)
-
-    def _driver(self) -> Findings:
-        """Check that the driver is loaded, and new enough."""
-        version = self._view["driver"]
-        numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-        if version is None and self._view["driver_problem"]:
-            yield Finding("FAIL", "driver", *self._view["driver_problem"])
-        elif version is None:
-            yield Finding("warn", "driver", "not loaded, and no card on the PCI bus needs it")
-        elif numbers and numbers < [2, 0]:
-            text = f"{version}: tt-umd of August 2026 and later needs 2.0 or later"
-            yield Finding("warn", "driver", text)
-        elif numbers and numbers < [2, 7]:
-            text = f"{version} cannot report stopped firmware; update to 2.7 or later"
-            yield Finding("warn", "driver", text)
-        else:
-            yield Finding("ok", "driver", version)
-
-    def _chips(self) -> Findings:
-        """Check each chip, and whether boards are whole."""
-        rows = self._view["chips"]
-        for bdf in self._view["unsupported"]:
-            yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
-        if not rows and not self._view["unsupported"] and not outdated_because(self._view):
-            yield Finding("warn", "chips", "none found")
-
-        for addresses, problem, command in _faults(self._view):
-            if command != LOAD_DRIVER:  # which the driver's line has
-                yield self._unhealthy(addresses, problem, command)
-
-        for row in rows:
-            if row["healthy"] is None:
-                text = f"{row['card'] or row['arch']}, excluded by the configuration"
-                yield Finding("ok", row["bdf"], text)
-            elif row["healthy"]:
-                yield from self._healthy(row)
-
-        yield from self._places()
-
-    def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
-        """Return the finding about chips with one fault and one remedy."""
-        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
-
-        # A chip that was not offered since boot costs no pod anything.
-        is_offered = any(row["resource"] or row["index"] is not None for row in rows)
-        card = rows[0]["card"] or rows[0]["arch"]
-        text = f"{card}: {problem}" if card else problem
-        if len(addresses) > 1:
-            text = f"{problem}: {', '.join(addresses)}"
-        return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
-
-    def _healthy(self, row: View) -> Findings:
-        """Check a chip without a fault for its telemetry, its PCIe link and its file's mode."""
-        bdf = row["bdf"]
-        card = row["card"] or row["arch"] or "unknown card"
-        withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
-        yield Finding("ok", bdf, f"{card}, {row['path']}, healthy{withheld}")
-        if row["temperature"] is None and row["firmware"] is None:
-            yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
-
-        directory = pci_directory(self._settings, bdf)
-        width = to_integer(read_text(f"{directory}/current_link_width"))
-        most = to_integer(read_text(f"{directory}/max_link_width"))
-        if width and most and width < most < DEAD_LINK_WIDTH:
-            text = f"PCIe link is x{width}, card supports x{most}"
-            yield Finding("warn", bdf, f"{text}; reseat the card, or check its slot")
-
-        with suppress(OSError):
-            mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
-            if mode & 0o666 != 0o666:
-                text = f"{row['path']} has mode {mode:04o}, so not every user can open it"
-                yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
-
-    def _places(self) -> Findings:
-        """Check whether boards are known and whole."""
-        by_reason = defaultdict(list)
-        for bdf, text in self._view["unplaced"].items():
-            card = next(row["card"] for row in self._view["chips"] if row["bdf"] == bdf)
-            if self._view["unit"] == "board" or str(card).startswith("galaxy"):
-                by_reason[text].append(bdf)
-        for text, addresses in by_reason.items():
-            if self._view["unit"] == "board":
-                text = f"not advertised: {text}"
-            if len(addresses) > 1:
-                text = f"{text}: {', '.join(addresses)}"
-            yield Finding("warn", _subject(addresses), text)
-
-        if not any(resource["incomplete"] for resource in self._view["resources"]):
-            for text in self._view["missing"]:
-                yield Finding("warn", "chips", text)
-
-    def _hugepages(self) -> Findings:
-        """Check for 1 GiB pages, which chips without a translating IOMMU need."""
-        chips = 0
-        for row in self._view["chips"]:
-            function = pci_directory(self._settings, row["bdf"])
-            is_translated = (read_text(f"{function}/iommu_group/type") or "").startswith("DMA")
-            if row["path"] and row["healthy"] is not None and not is_translated:
-                chips += 1
-
-        directory = f"{self._settings.sys}/kernel/mm/hugepages/hugepages-1048576kB"
-        available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
-        pages = f"{pluralize(available, 'page')} of 1 GiB"
-        needed = chips * PAGES_PER_CHIP
-        mounts = read_text(f"{self._settings.proc}/mounts") or ""
-        if available < needed:
-            without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
-            text = f"{pages}, but {without_iommu}: {needed} needed; add "
-            text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
-            yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
-        elif chips and self._lack_hugetlbfs(mounts):
-            text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
-            # A second one would hide the first, which can have been mounted meanwhile.
-            mount = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
-            command = f"mountpoint -q {GIANT_PAGES} || {mount}"
-            yield Finding("warn", "hugepages", text, command)
-        elif chips:
-            yield Finding("ok", "hugepages", f"{pages}, {needed} needed")
-        else:
-            yield Finding("ok", "hugepages", f"{pages}, none needed")
-
-        if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
-            text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
-            yield Finding("ok", "hugepages", text)
-
-    def _lack_hugetlbfs(self, mounts: str) -> bool:
-        """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
-
-        `mounts`: the text of /proc/mounts.
-        """
-        settings = self._settings
-        is_replaced = any(mount.container == GIANT_PAGES for mount in settings.mounts)
-        is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
-        return settings.hugepages != "none" and not is_replaced and not is_mounted
-
-    def _directories(self) -> Findings:
-        """Check the directories on the host that containers are to get, or have left."""
-        service = self._view["service"] or {}
-        for path, (reason, command) in service.get("resisting", {}).items():
-            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
-
-        for mount in self._settings.mounts:
-            if not exists(mount.host):
-                text = f"{mount.host} does not exist; pods with devices cannot start"
-                yield Finding("warn", "mounts", text)
-
-        lock_dir = self._settings.sharing.lock_dir
-        if not self._settings.sharing.resources or lock_dir in ("", SHM):
-            return
-
-        # The default directory is a tmpfs, by the package's mount unit. Any other must only exist.
-        if lock_dir != Sharing().lock_dir:
-            if not isdir(lock_dir):
-                make_it = f"mkdir -m 755 -p {shlex.quote(lock_dir)}"
-                yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
-        elif not os.path.ismount(lock_dir):
-            mount_it = "systemctl start run-ttdp-shm.mount"
-            yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
-
-        # A user who owns one can remove the locks of others in it.
-        with suppress(OSError):
-            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in os.listdir(lock_dir))):
-                if user := os.lstat(path).st_uid:
-                    text = f"{path} belongs to user {user}, so containers may not take turns"
-                    yield Finding("warn", "locks", text, f"chown root {shlex.quote(path)}")
-
-    def _cdi_file(self) -> Findings:
-        """Compare the CDI file with the device files."""
-        settings, path = self._settings, self._cdi_path
-        if not settings.cdi_dir:
-            return
-
-        files = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
-        why = self._file_problems.get(path) or "is the service running?"
-        command = file_command(path, why)
-        try:
-            described = cdi_nodes(read_others_file(path, 1 << 24).decode())
-        except FileNotFoundError:
-            # Without the directory no runtime looks for it, but pods may depend on it.
-            is_needed = isdir(settings.cdi_dir) or settings.device_list_strategy == "cdi"
-            if files and is_needed:
-                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
-            return
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            yield Finding("FAIL", "CDI", f"{path} cannot be read: {reason}")
-            return
-
-        bdfs = described.keys() | files
-        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != files.get(bdf)):
-            text = f"{path} is out of date for {abbreviate(stale)}; {why}"
-            yield Finding("FAIL", "CDI", text, command)
-        else:
-            yield Finding("ok", "CDI", f"{path} is up to date")
-
-    @property
-    def _cdi_path(self) -> str:
-        return f"{self._settings.cdi_dir}/{CDI_FILE}"
-
-    @property
-    def _file_problems(self) -> dict[str, str]:
-        """Return why files of the service are not as they should be, by path."""
-        found: dict[str, str] = (self._view["service"] or {}).get("files", {})
-        return found
-
-    def _other_files(self) -> Findings:
-        """Check the other files that the service writes, and those that it cannot remove."""
-        for each, problem in self._file_problems.items():
-            if isdir(dirname(each)) and each != self._cdi_path:
-                yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
-
-        # Without a daemon the metrics are old, of course.
-        path = self._settings.metrics_file
-        if self._view["service"] is None or path in self._file_problems:
-            return
-        with suppress(OSError):
-            age = time.time() - os.stat(path).st_mtime
-            if age > METRICS_ARE_OLD:
-                text = (
-                    f"{path} is {pluralize(int(age // 60), 'minute')} old; the log has the reason"
-                )
-                yield Finding("FAIL", "metrics", text, LOG_COMMAND)
-
-    def _kubelet(self) -> Findings:
-        """Check the kubelet's directory, its socket, and its checkpoint."""
-        directory = self._settings.device_plugin_dir
-        try:
-            # "/." takes the permission to enter the directory.
-            mode = os.stat(f"{directory}/.").st_mode
-        except PermissionError:
-            yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
-            return
-        except OSError:
-            why = "is a link to nothing" if os.path.islink(directory) else "does not exist"
-            yield Finding("warn", "kubelet", f"{directory} {why}; no kubelet has run yet")
-            yield from self._elsewhere(directory)
-            return
-
-        if not os.access(directory, os.W_OK | os.X_OK):
-            text = f"{directory} is not writable; run this as root, or check its mount"
-            yield Finding("FAIL", "kubelet", text)
-        if mode & 0o004:
-            text = (
-                f"every user can read {directory}, and so lock it, which would keep the daemon "
-                "from starting"
-            )
-            command = f"chmod 0750 {shlex.quote(directory)}"
-            yield Finding("warn", "kubelet", text, command)
-
-        path = f"{directory}/{KUBELET_SOCKET}"
-        number = connection_error(path)
-        if not number:
-            yield Finding("ok", "kubelet", f"{path} accepts connections")
-        elif number == errno.EACCES:
-            yield Finding("warn", "kubelet", f"{path}: permission denied; run this as root")
-        else:
-            text = f"kubelet does not answer on {path}: {os.strerror(number)}; is it running?"
-            yield Finding("warn", "kubelet", text)
-            yield from self._elsewhere(directory)
-
-        if problem := self._view["checkpoint_problem"]:
-            text = f"{problem}; the kubelet writes it again when the next pod starts"
-            yield Finding("warn", "kubelet", text)
-        for entry in self._view["unreadable"]:
-            text = f"{CHECKPOINT}: the entry of {entry} cannot be read: its chips are not protected"
-            yield Finding("warn", "kubelet", text)
-
-    def _elsewhere(self, directory: str) -> Findings:
-        """Look for a kubelet where all kubelets are, as the directory is their constant."""
-        constant = Settings().device_plugin_dir
-        if directory != constant and exists(f"{constant}/{KUBELET_SOCKET}"):
-            text = f"a kubelet is on {constant}, where each kubelet is; remove device_plugin_dir"
-            yield Finding("warn", "kubelet", text)
-
-    def _resources(self) -> Findings:
-        """Check that each resource is registered with a kubelet that runs, and has whole boards."""
-        is_kubelet_running = not connection_error(
-            f"{self._settings.device_plugin_dir}/{KUBELET_SOCKET}"
-        )
-        for resource in self._view["resources"]:
-            name, phase = resource["name"], resource["phase"]
-            if is_kubelet_running and phase not in (None, Phase.REGISTERED.value):
-                yield Finding("FAIL", name, f"not registered: {resource['state']}")
-            for device, reason in resource["incomplete"].items():
-                yield Finding("FAIL", name, f"{device}: {reason}")
-
-    def _other_allocators(self) -> Findings:
-        """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
-        registry = f"{dirname(dirname(self._settings.pod_resources_socket))}/plugins_registry"
-        signs = {registry: "tenstorrent", self._settings.cdi_dir: "k8s.tenstorrent.com-"}
-        found = []
-        for directory, sign in signs.items():
-            with suppress(OSError):
-                names = sorted(os.listdir(directory))
-                found += [printable(f"{directory}/{name}") for name in names if sign in name]
-
-        if found:
-            more = f" and {len(found) - 1} more" if found[1:] else ""
-            text = (
-                f"Tenstorrent's DRA driver is on this node, too ({found[0]}{more}), and can give "
-                "chips of this plugin to other pods; remove one of them"
-            )
-            yield Finding("warn", "allocators", text)
+    raise NotImplementedError
 
 
 if __name__ == "__main__":

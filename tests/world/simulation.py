@@ -64,7 +64,7 @@ def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Set
     No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
     plays does not keep up with such polls.
     """
-    health = {"heartbeat_misses": NEVER, **others.pop("health", {})}
+    health = others.pop("health", {})
     sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
         device_plugin_dir=str(directory),
@@ -87,13 +87,17 @@ class RunningDaemon:
         self.daemon: ttdp.Daemon  # made on the loop
         self.notes: list[str] = []  # what systemd would have heard
         self._manager = ttdp.ServiceManager(environ or {})
-        self._manager.notify = lambda *states: self.notes.append("\n".join(states))  # type: ignore[method-assign]
+        self._manager.notify = self._notified  # type: ignore[method-assign]
 
         self._kernel, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         )
         self._events = SimulatedUevents(fileno=theirs.detach())
         self._errors = contextlib.ExitStack()
+
+    def _notified(self, *states: str) -> bool:
+        self.notes.append("\n".join(states))
+        return True
 
     def notified(self, beginning: str) -> bool:
         """Return whether systemd has received a message that begins so."""
@@ -151,7 +155,7 @@ class RunningDaemon:
 
     async def metrics(self) -> str | None:
         """Return what a scrape gets; None: that the metrics cannot be collected."""
-        return await self.daemon._reporter.metrics.get()
+        return self.daemon.reporter.metrics()
 
     @property
     def host(self) -> ttdp.Host:
@@ -165,7 +169,7 @@ class RunningDaemon:
     @property
     def decision(self) -> ttdp.Decision:
         """What is to be advertised and reported at this moment."""
-        return self.host.decide(time.monotonic())
+        return self.host.decide()
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.decision.chips[bdf]
