@@ -54,6 +54,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
+    Container,
     Coroutine,
     Iterable,
     Iterator,
@@ -64,9 +65,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, partial
-from itertools import chain, combinations, count
+from itertools import accumulate, chain, combinations, count
 from math import inf
-from operator import add
 from os.path import abspath, basename, dirname, exists, isdir
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
@@ -2241,13 +2241,13 @@ class HoldBook:
             if token in coming or now - answer.at < WRITTEN_WITHIN
         }
 
-    def note_stream(self, *, is_open: bool) -> None:
+    def note_stream(self, now: float, *, is_open: bool) -> None:
         """Note that a ListAndWatch stream has been opened or has ended: a kubelet is connected."""
+        if is_open and self._streams == 0:
+            self._connected_since = now
         self._streams += 1 if is_open else -1
         if self._streams == 0:
             self._connected_since = inf
-        elif self._streams == 1 and is_open:
-            self._connected_since = monotonic()
 
     def is_current(self, hold: Hold, now: float) -> bool:
         """Return whether a hold still has its chips: see the table at the head of this chapter."""
@@ -2493,17 +2493,9 @@ class Directories:
 
     def remove_unnamed(self, named: Collection[str], settings: Settings) -> None:
         """Begin to remove the directories that are not named, unless a removal is under way."""
-        if self._removal and not self._removal.done():
-            return
-
-        unnamed = {}
-        for parent in own_directories(settings):
-            with suppress(OSError):
-                names = [each for each in os.listdir(parent) if f"{parent}/{each}" not in named]
-                if names:
-                    unnamed[parent] = names
-        self.unremoved = None if not unnamed else self.unremoved
-        self._removal = asyncio.create_task(self._remove(unnamed))
+        if self._removal is None or self._removal.done():
+            unnamed = unnamed_directories(named, settings)
+            self._removal = asyncio.create_task(self._remove(unnamed))
 
     async def _remove(self, unnamed: Mapping[str, Sequence[str]]) -> None:
         """Remove directories, given by their names in each parent."""
@@ -2569,6 +2561,17 @@ def own_directories(settings: Settings) -> list[str]:
     if settings.sharing.lock_dir:
         found.append(settings.sharing.lock_dir)
     return [f"{path}/{OWN_DIRECTORY}" for path in found if isdir(path)]
+
+
+def unnamed_directories(named: Collection[str], settings: Settings) -> dict[str, list[str]]:
+    """Return the names in each of own_directories() that are not those of these paths."""
+    found = {}
+    for parent in own_directories(settings):
+        with suppress(OSError):
+            names = [name for name in os.listdir(parent) if f"{parent}/{name}" not in named]
+            if names:
+                found[parent] = names
+    return found
 
 
 def make_own_directory(path: str) -> None:
@@ -2669,111 +2672,72 @@ def decide(
 # The kubelet asks which of the available IDs a container should get.
 #
 # 1. Each ID has a rank, wherever its device is. IDs are chosen in the order of their ranks, until
-#    only some IDs of a rank are needed. Their devices are the candidates. Between these, places
-#    decide: all chosen devices together must have the lowest cost.
-# 2. A board has few choices: the cheapest one for each number of its candidates.
-# 3. Boards are combined one by one, and their costs are added.
-# 4. NUMA nodes and trays do not add up: boards share a node, and trays are neighbours or not. So
-#    the cheapest choice is kept for each number of candidates, NUMA nodes and trays. A node that no
-#    later board is on is counted, and no longer distinguishes choices. So are the trays of a ring.
-# 5. A choice that cannot end on the fewest boards is dropped. In the end one is left.
+#    only some IDs of a rank are needed. Their devices are the candidates.
+# 2. If they fit on one NUMA node, but not on one board, they come from the boards of that node.
+# 3. They are taken from one board after the other, each time from the one with the lowest cost.
+#    This is greedy: tests/test_preferred.py shows how far from the best set it can end.
 
 # The links of a Galaxy (tt-metal's physical groupings; not seen on hardware). A tray's chips are
 # 1 2 3 4 above 5 6 7 8, each linked to the next one in its row and to the opposite one.
 TRAY_LINKS = [{n, n + 1} for n in (1, 2, 3, 5, 6, 7)] + [{n, n + 4} for n in (1, 2, 3, 4)]
-TRAY_HALVES = [{1, 2, 5, 6}, {3, 4, 7, 8}]
 
-# The trays of a Galaxy form a ring, in the order of GALAXY_TRAYS: two trays are neighbours unless
-# they are opposite, and of three trays one is the neighbour of both others.
-OPPOSITE_TRAYS = [{0x00, 0x80}, {0x40, 0xC0}]
+# Its trays form a ring, in the order of GALAXY_TRAYS. Opposite ones are not linked: their buses
+# differ in this bit.
+OPPOSITE_TRAY = 0x80
 
-UNKNOWN_NUMA_NODE = -1  # shared by all devices that report none
-
-
-class Rank(NamedTuple):
-    """What decides about an ID wherever its device is. The lowest rank is chosen first."""
-
-    is_optional: bool  # not a must-include
-    is_refused: bool  # by Allocate, if the kubelet offers it all the same
-    is_forgotten: bool  # the kubelet takes it for free, but a pod runs on it
-    repeats: int  # IDs of the same device that are chosen before it
-    users: int  # IDs of the same device that are not available
-
-
-class Cost(NamedTuple):
-    """What decides between devices by their places, the most important number first.
-
-    A Galaxy's tray is a board, and any other board is its own tray, so there are as many trays as
-    boards. A board, NUMA node or half is whole if all its listed devices are available.
-    """
-
-    boards: int = 0  # with a chosen device
-    numa_nodes: int = 0  # of these boards
-    whole_boards: int = 0  # of these boards: a choice that breaks up no whole one is better
-    whole_numa_nodes: int = 0  # of these nodes
-    tray_groups: int = 0  # groups of neighbouring trays
-    links: int = 0  # between chosen chips of a tray; negative, as more are better
-    whole_halves: int = 0  # halves of trays with a chosen chip
-
-    def plus(self, other: Cost) -> Cost:
-        return Cost(*map(add, self, other))
-
-
-class Choice(NamedTuple):
-    """Some candidates on some boards. The least choice is the best one.
-
-    Devices have numbers, in the order of PCI addresses: see Resource.ids_by_device.
-    """
-
-    cost: Cost = Cost()
-    devices: tuple[int, ...] = ()  # the candidates' numbers, ascending
-    numa_nodes: frozenset[int] = frozenset()  # in use, but not yet in the cost
-    trays: frozenset[Tray] = frozenset()  # in use, but not yet in the cost
-
-    def plus(self, other: Choice) -> Choice:
-        """Return the choice on the boards of both, which have none in common."""
-        return Choice(
-            self.cost.plus(other.cost),
-            tuple(sorted(self.devices + other.devices)),
-            self.numa_nodes | other.numa_nodes,
-            self.trays | other.trays,
-        )
+# Of an ID: not must-include; refused by Allocate; forgotten; how many of the same device are chosen
+# before it; how many of these are not available.
+Rank = tuple[bool, bool, bool, int, int]
 
 
 @dataclass
 class Board:
-    """The listed devices of a board, by their positions in a tray (0: not in a tray)."""
+    """The listed devices of a board, by their positions in a tray (0: not in a tray).
 
-    tray: Tray | None
-    chosen: set[int] = field(default_factory=set)  # positions of those chosen by their rank
+    Devices have numbers, in the order of PCI addresses: see Resource.ids_by_device.
+    """
+
+    bus: int  # of its tray; 0: not in a tray
+    size: int = 0  # of all its devices
+    numa_nodes: set[int] = field(default_factory=set)  # of all its devices
+    chosen: set[int] = field(default_factory=set)  # positions
     candidates: dict[int, int] = field(default_factory=dict)  # positions, by the devices' numbers
-    taken: set[int] = field(default_factory=set)  # positions of those not available
-    numa_nodes: set[int] = field(default_factory=set)  # of all of them
-    taken_numa_nodes: set[int] = field(default_factory=set)  # of those not available
+    room_on_node: int = 0  # candidates on its NUMA node
 
     @property
-    def ring(self) -> object:
-        """Return a key that is the same for the trays of one Galaxy."""
-        return self.tray and (self.tray.card, self.tray.domain)
+    def room(self) -> int:
+        return len(self.candidates)
 
-    def best_choice(self, size: int) -> Choice:
-        """Return the best choice of this many candidates, with the cost of `chosen`: 2. above."""
-        return min(map(self._choice, combinations(self.candidates, size)))
+    def offer(
+        self, needed: int, used_nodes: set[int], used_buses: set[int]
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """Return the costs of using this board, the most important first, and what it gives.
 
-    def _choice(self, devices: tuple[int, ...]) -> Choice:
-        """Return the choice of these candidates, together with those chosen by their rank."""
-        # A device that is a whole tray has the position of its first chip, which makes no
-        # difference: it has no links inside, and each tray counts as one half.
-        positions = self.chosen | {self.candidates[number] for number in devices}
-        halves = [half for half in TRAY_HALVES if half & positions and not half & self.taken]
-        cost = Cost(
-            boards=1,
-            whole_boards=not self.taken,
-            links=-sum(map(positions.issuperset, TRAY_LINKS)),
-            whole_halves=len(halves),
-        )
-        trays = [self.tray] if self.tray else []
-        return Choice(cost, devices, frozenset(self.numa_nodes), frozenset(trays))
+        It gives as many candidates as are needed, or all of them. `used_nodes`, `used_buses`: of
+        the boards in use.
+        """
+        sets = combinations(self.candidates, min(needed, self.room))
+        links, devices = min((-self._links(each), each) for each in sets)
+        is_whole = self.room == self.size
+
+        cost = [
+            not self.chosen,  # boards in use are the first
+            max(needed - self.room, 0),  # then one that is large enough, or else the largest
+            len(self.numa_nodes - used_nodes),
+            is_whole and needed < self.room,  # it would be broken up
+            self.bus ^ OPPOSITE_TRAY in used_buses,
+            links,  # before the size: a program for linked chips fails on others
+            self.room,  # of boards that are large enough, the smallest
+            is_whole,
+            max(needed - self.room_on_node, 0),  # of NUMA nodes likewise
+            self.room_on_node,
+        ]
+        return cost, devices
+
+    def _links(self, devices: Iterable[int]) -> int:
+        """Return how many links there are if these candidates are chosen, too."""
+        positions = self.chosen.union(self.candidates[number] for number in devices)
+        return sum(map(positions.issuperset, TRAY_LINKS))
 
 
 def preferred_allocation(
@@ -2785,7 +2749,7 @@ def preferred_allocation(
 ) -> list[str]:
     """Return the best `size` of the available IDs; raises RequestError.
 
-    `forgotten`: see HoldBook.forgotten_ids().
+    `forgotten`: IDs that are free for the kubelet, but on whose chips a pod runs.
     """
     check_replicas(resource, size)
     free = frozenset(available)
@@ -2794,20 +2758,17 @@ def preferred_allocation(
 
     chosen: set[str] = set()
     chosen_devices: set[int] = set()
-    by_rank = _ids_by_rank(resource, free, required, size, frozenset(forgotten))
+    by_rank = _ids_by_rank(resource, free, required, frozenset(forgotten))
     for rank in sorted(by_rank):
         ids = by_rank[rank]
         needed = size - len(chosen)
-        if needed == 0:
+        if needed < len(ids):
+            devices = _nearest(_boards(resource, chosen_devices, ids), needed)
+            chosen.update(ids[number] for number in devices)
             break
 
-        # Places make no difference between devices of which an ID is already chosen.
-        devices: Sequence[int] = list(ids)[:needed]
-        if needed < len(ids) and rank.repeats == 0:
-            devices = _best_devices(_boards(resource, free, chosen_devices, ids), needed)
-
-        chosen.update(ids[number] for number in devices)
-        chosen_devices.update(devices)
+        chosen.update(ids.values())
+        chosen_devices.update(ids)
     return [device_id for device_id in resource.devices if device_id in chosen]
 
 
@@ -2823,164 +2784,100 @@ def check_replicas(resource: Resource, number: int) -> None:
 
 def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
     """Raise RequestError if no choice of this size fits these IDs, or if one is unknown."""
-    invalid = Status.INVALID_ARGUMENT
-
     if unknown := sorted((free | required).difference(resource.devices)):
-        raise RequestError(invalid, f"{resource.name} has no device {abbreviate(unknown)}")
-    if size < 0:
-        raise RequestError(invalid, f"allocation size {size} is negative")
+        reason = f"{resource.name} has no device {abbreviate(unknown)}"
+        raise RequestError(Status.INVALID_ARGUMENT, reason)
 
-    if missing := sorted(required - free):
-        reason = f"must-include device {abbreviate(missing)} is not available"
-        raise RequestError(invalid, reason)
-    if not len(required) <= size <= len(free):
-        devices = f"{len(free)} available devices, {len(required)} of them must-include"
-        raise RequestError(invalid, f"cannot choose {size} of {devices}")
+    if not required <= free or not len(required) <= size <= len(free):
+        reason = (
+            f"cannot choose {size} of {len(free)} available devices, "
+            f"with {len(required)} must-include devices"
+        )
+        raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
 def _ids_by_rank(
-    resource: Resource,
-    free: DeviceIds,
-    required: DeviceIds,
-    size: int,
-    forgotten: DeviceIds,
+    resource: Resource, free: DeviceIds, required: DeviceIds, forgotten: DeviceIds
 ) -> dict[Rank, dict[int, str]]:
-    """Return the IDs of each rank, by the numbers of their devices: 1. above.
-
-    A rank has no two IDs of a device. IDs that cannot be among the first `size` are left out.
-    """
+    """Return the IDs of each rank, by the numbers of their devices; of a device at most one."""
     refused = resource.refused
-    special = required | refused | forgotten
+
+    def special(device_id: str) -> tuple[bool, bool, bool]:
+        # The kubelet can offer a refused ID, by a former list. A pod runs on a forgotten one.
+        return device_id not in required, device_id in refused, device_id in forgotten
 
     found: dict[Rank, dict[int, str]] = defaultdict(dict)
     for number, ids in enumerate(resource.ids_by_device):
         available = [device_id for device_id in ids if device_id in free]
         users = len(ids) - len(available)
 
-        # Of a device, in the order of ranks; most have no special IDs.
-        if not special.isdisjoint(available):
-            available.sort(key=lambda it: (it not in required, it in refused, it in forgotten))
-
-        for repeats, device_id in enumerate(available[:size]):
-            is_optional = device_id not in required
-            rank = Rank(is_optional, device_id in refused, device_id in forgotten, repeats, users)
+        # Distinct devices first, then the least used.
+        for repeats, device_id in enumerate(sorted(available, key=special)):
+            rank = (*special(device_id), repeats, users)
             found[rank][number] = device_id
     return found
 
 
-def _boards(
-    resource: Resource, free: DeviceIds, chosen: Collection[int], candidates: Collection[int]
-) -> list[Board]:
+def _boards(resource: Resource, chosen: Container[int], candidates: Container[int]) -> list[Board]:
     """Return all boards. Chosen devices and candidates are given by their numbers."""
-    boards: dict[object, Board] = {}
+    by_place: dict[object, Board] = {}
     for number, ids in enumerate(resource.ids_by_device):
         device = resource.devices[ids[0]]
         place = device.place
-        numa_nodes = device.numa_nodes or (UNKNOWN_NUMA_NODE,)
-        board = boards.setdefault(place.board, Board(place.tray))
-        board.numa_nodes.update(numa_nodes)
+        board = by_place.setdefault(place.board, Board(place.tray.bus if place.tray else 0))
+        board.size += 1
+        board.numa_nodes.update(device.numa_nodes)
 
+        # A shared device can be both, with two of its IDs.
         if number in chosen:
             board.chosen.add(place.position)
-        elif number in candidates:
+        if number in candidates:
             board.candidates[number] = place.position
-        elif free.isdisjoint(ids):
-            board.taken.add(place.position)
-            board.taken_numa_nodes.update(numa_nodes)
-    return list(boards.values())
+
+    boards = list(by_place.values())
+    for board in boards:
+        same_node = (each for each in boards if each.numa_nodes == board.numa_nodes)
+        board.room_on_node = sum(each.room for each in same_node)
+    return boards
 
 
-def _best_devices(boards: Sequence[Board], size: int) -> tuple[int, ...]:
-    """Return the numbers of the candidates of the best choice of this size: 3. to 5. above."""
-    taken_nodes = set[int]().union(*(board.taken_numa_nodes for board in boards))
+def _nearest(boards: Sequence[Board], needed: int) -> list[int]:
+    """Return the numbers of so many candidates: 2. and 3. above."""
+    boards = _on_one_numa_node(boards, needed)
+    found: list[int] = []
+    while left := needed - len(found):
+        used = [board for board in boards if board.chosen]
+        nodes = _numa_nodes(used)
+        buses = {board.bus for board in used}
 
-    # Trays of a ring are adjacent, so that the ring ends with the last of them. Other boards on
-    # the same NUMA nodes are adjacent to keep the number of choices low.
-    boards = [board for board in boards if board.chosen or board.candidates]
-    boards.sort(key=lambda board: (board.tray or (), sorted(board.numa_nodes)))
-    max_boards = _fewest_boards(boards, size)[size]
-
-    choices = [Choice()]
-    for index, board in enumerate(boards, 1):
-        later = boards[index:]
-        ended_nodes = board.numa_nodes.difference(*(each.numa_nodes for each in later))
-        is_end_of_ring = not later or later[0].ring != board.ring
-
-        best: dict[tuple[object, ...], Choice] = {}
-        for choice in _extended(choices, board, later, size, max_boards):
-            nodes = choice.numa_nodes & ended_nodes
-            trays = choice.trays if is_end_of_ring else frozenset()
-            if nodes or trays:
-                choice = _counted(choice, nodes, trays, taken_nodes)
-
-            key = len(choice.devices), choice.numa_nodes, choice.trays
-            if key not in best or choice < best[key]:
-                best[key] = choice
-        choices = list(best.values())
-
-    # After the last board all nodes and trays are counted, and all choices have `size` candidates.
-    (choice,) = choices
-    return choice.devices
+        # Of equal costs the lowest addresses decide.
+        offers = [(*board.offer(left, nodes, buses), board) for board in boards if board.candidates]
+        _, devices, board = min(offers)
+        board.chosen.update(board.candidates.pop(number) for number in devices)
+        found += devices
+    return found
 
 
-def _fewest_boards(boards: Sequence[Board], size: int) -> list[float]:
-    """Return for 0, 1, 2, … `size` chosen candidates the lowest number of boards in use.
+def _on_one_numa_node(boards: Sequence[Board], needed: int) -> Sequence[Board]:
+    """Return the boards to take so many candidates from: 2. above."""
+    used_nodes = _numa_nodes(board for board in boards if board.chosen)
+    if not used_nodes and any(board.room >= needed for board in boards):
+        return boards
 
-    It is infinite if the boards have fewer candidates.
-    """
-    in_use = [len(board.candidates) for board in boards if board.chosen]  # by its rank, anyway
-    others = [len(board.candidates) for board in boards if not board.chosen]
-
-    # Each further board that is taken into use is the one with the most candidates.
-    fewest: list[float] = [len(in_use)] * (1 + sum(in_use))
-    for number, room in enumerate(sorted(others, reverse=True), len(in_use) + 1):
-        fewest += [number] * room
-    return fewest + [inf] * size  # at least as many as are asked for
-
-
-def _extended(
-    choices: Iterable[Choice],
-    board: Board,
-    later: Sequence[Board],
-    size: int,
-    max_boards: float,
-) -> Iterator[Choice]:
-    """Yield these choices with each number of candidates of one more board.
-
-    Those that cannot be completed to `size` on at most `max_boards` are left out.
-    """
-    fewest_later = _fewest_boards(later, size)
-    for own_size in range(min(len(board.candidates), size) + 1):
-        is_used = bool(own_size or board.chosen)
-        fitting = []
-        for choice in choices:
-            left = size - own_size - len(choice.devices)  # for the later boards
-            if left < 0:
-                continue
-            boards_in_all = choice.cost.boards + is_used + fewest_later[left]
-            if boards_in_all <= max_boards:
-                fitting.append(choice)
-
-        if not is_used:
-            yield from fitting
-        elif fitting:
-            best = board.best_choice(own_size)
-            yield from map(best.plus, fitting)
+    # The node on which the fewest boards are enough, and of these the smallest.
+    best = boards
+    least: tuple[float, float] = inf, inf
+    for numa_nodes in [used_nodes] if used_nodes else [board.numa_nodes for board in boards]:
+        group = [board for board in boards if board.numa_nodes <= numa_nodes]
+        rooms = sorted((board.room for board in group), reverse=True)
+        used_up = sum(total < needed for total in accumulate(rooms))
+        if sum(rooms) >= needed and (used_up, sum(rooms)) < least:
+            best, least = group, (used_up, sum(rooms))
+    return best
 
 
-def _counted(
-    choice: Choice, nodes: frozenset[int], trays: frozenset[Tray], taken_nodes: set[int]
-) -> Choice:
-    """Return the choice with these NUMA nodes, and these trays of one ring, in its cost."""
-    groups = 0
-    if trays:
-        groups = 2 if {tray.bus for tray in trays} in OPPOSITE_TRAYS else 1
-
-    whole_nodes = nodes - taken_nodes
-    cost = Cost(numa_nodes=len(nodes), whole_numa_nodes=len(whole_nodes), tray_groups=groups)
-    return Choice(
-        choice.cost.plus(cost), choice.devices, choice.numa_nodes - nodes, choice.trays - trays
-    )
+def _numa_nodes(boards: Iterable[Board]) -> set[int]:
+    return set().union(*(board.numa_nodes for board in boards))
 
 
 # ==== CONTAINER EDITS: from a request for devices. Pure ===========================================
@@ -4525,12 +4422,12 @@ class Endpoint(rpc.DevicePluginServicer):
         """
         self._newest = stream = object()
         self.has_stream.set()
-        self._allocator.host.holds.note_stream(is_open=True)
+        self._allocator.host.holds.note_stream(monotonic(), is_open=True)
         try:
             async for message in self._devices.messages():
                 yield message
         finally:
-            self._allocator.host.holds.note_stream(is_open=False)
+            self._allocator.host.holds.note_stream(monotonic(), is_open=False)
             if self._newest is stream:
                 self._newest = None
                 self.lose("kubelet closed the ListAndWatch stream; registering again")

@@ -22,7 +22,7 @@ def chip(
     bus: int,
     pci_card: str | None = "n150",
     *,
-    ordinal: int = 0,
+    number: int = 0,
     numa_node: int | None = None,
     present: bool = True,
     fault: Kind | None = None,
@@ -37,14 +37,14 @@ def chip(
         numa_node,
         f"/sys/devices/{bus}",
         driver="tenstorrent",
-        ordinal=ordinal,
-        path=f"/dev/tenstorrent/{ordinal}",
+        number=number,
+        path=f"/dev/tenstorrent/{number}",
     )
     if not present:
         function = function.without_class_device()._replace(on_bus=False)
 
     ill = Fault(fault, "it is ill") if fault else None
-    return Chip(function, Identity(**identity), ill, was_present=True, is_listed=True)
+    return Chip(function, Identity(**identity), is_listed=True, telemetry_fault=ill)
 
 
 def kind_of(chip: Chip) -> Kind | None:
@@ -52,11 +52,11 @@ def kind_of(chip: Chip) -> Kind | None:
     return chip.fault.kind if chip.fault else None
 
 
-def hold(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1") -> Hold:
+def hold(resource: str, *ids: str, buses: Iterable[int], pod: str = "u1", token: str = "") -> Hold:
     """Return what a container was given: IDs of a resource, and the chips on these buses."""
     name = resource if "/" in resource else f"tenstorrent.com/{resource}"
     chips = frozenset(map(bdf, buses))
-    return Hold(name, frozenset(ids), chips=chips, pod=pod, container="main")
+    return Hold(name, frozenset(ids), token, chips, pod=pod, container="main")
 
 
 def decide(
@@ -66,17 +66,9 @@ def decide(
     **more: Any,
 ) -> ttdp.Decision:
     """Return the decision about a host with these chips and current holds."""
-    seen = ttdp.Observation(
-        settings=settings or Settings(),
-        chips={each.bdf: each for each in chips},
-        unsupported=(),
-        driver="2.10.1",
-        holds=tuple(holds),
-        names=NAMES,
-        checkpoint_problem=None,
-        mounts=(),
-    )
-    return ttdp.decide(seen._replace(**more))
+    by_address = {each.address: each for each in chips}
+    others = {"names": NAMES, "driver": "2.10.1", **more}
+    return ttdp.decide(settings or Settings(), by_address, holds, **others)
 
 
 def count_calls(work: Callable[[], object]) -> int:

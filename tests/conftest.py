@@ -22,8 +22,9 @@ from tests.world.processes import finished, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.simulation import StartDaemon as StartDaemon
 
-WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
 READ_TIMEOUT = ttdp.READ_TIMEOUT  # the program's own, see `unhurried`
+MISSES = ttdp.MISSES
+NEVER = 1_000_000
 
 
 def plugin_sockets(directory: Path) -> list[str]:
@@ -44,17 +45,11 @@ def no_descriptors(*_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-async def turns(daemon: RunningDaemon, number: int = 5) -> None:
-    """Wait until the loop has made some turns, each of which feeds the watchdog."""
-    daemon.forget_notes()
-    await until(lambda: daemon.notes.count("WATCHDOG=1") >= number)
-
-
-async def polls(daemon: RunningDaemon, number: int = 5) -> None:
+async def polls(daemon: RunningDaemon, number: int = 3) -> None:
     """Wait for polls, at each of which the daemon looks at chips and pods' cgroups."""
     for _ in range(number):
-        last = daemon.host.polled_at
-        await until(lambda: daemon.host.polled_at > last)  # noqa: B023
+        last = daemon.polls
+        await until(lambda: daemon.polls > last)  # noqa: B023
 
 
 @contextlib.contextmanager
@@ -88,6 +83,7 @@ def unhurried() -> Iterator[None]:
     """Let reads of chips take as long as they need on a busy machine; see `reads_time_out`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "READ_TIMEOUT", UNHURRIED["READ_TIMEOUT"])
+        patch.setattr(ttdp, "MISSES", NEVER)  # see `stalls`
         yield
 
 
@@ -95,6 +91,16 @@ def unhurried() -> Iterator[None]:
 def reads_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reads of chips count as blocked as early as in the real program."""
     monkeypatch.setattr(ttdp, "READ_TIMEOUT", READ_TIMEOUT)
+
+
+@pytest.fixture
+def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let heartbeats be missed, as in the real program: for firmware that lives, see `ticking`.
+
+    In other tests none is missed: on a busy machine, firmware that a thread plays does not keep up
+    with such polls.
+    """
+    monkeypatch.setattr(ttdp, "MISSES", MISSES)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import ttdp
 from tests.chips import bdf, chip
 from tests.world.checkpoint import Entry, Held, Snapshot, replace
-from ttdp import Call, Hold, HoldBook, HoldKey, HoldState, Mount, Settings
+from ttdp import Call, Hold, HoldBook, Mount, RequestError, SavedHolds, Settings
 
 DOMAIN = "tenstorrent.com"
 N150 = f"{DOMAIN}/n150"
@@ -31,40 +31,53 @@ def entry(
 
     Args: ids: the chips' addresses unless they are given; directory: of its hugepages.
     """
-    chips = [chip(bus, ordinal=bus) for bus in buses or (1,)]
+    chips = [chip(bus, number=bus) for bus in buses or (1,)]
     mounts = [Mount(str(directory), "/dev/hugepages-1G")] if directory else []
-    name = f"{chips[0].bdf}-{container}-{pod}"
-    answer = ttdp.container_edits(chips, {}, Settings(), mounts, name)
+    token = f"{chips[0].address}-{container}-{pod}"
+    answer = ttdp.container_edits(chips, {}, Settings(), mounts, token)
 
-    held = Held({-1: [*ids] or [each.bdf for each in chips]}, answer)
+    held = Held({-1: [*ids] or [each.address for each in chips]}, answer)
     return Entry(pod, container, resource, held)
 
 
 class BookWorld:
-    """A book of holds, and the checkpoint, the cgroups and the clock that a test gives it."""
+    """A book of holds, and the checkpoint, the cgroups and the clock that a test gives it.
 
-    def __init__(self, home: Path, saved: Iterable[HoldState] = (), now: float = 1000.0) -> None:
+    A kubelet has been connected for a long time, unless `connected` says otherwise.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        saved: SavedHolds = SavedHolds(),  # noqa: B008
+        now: float = 1000.0,
+        *,
+        connected: float | None = ALWAYS,
+    ) -> None:
+        """connected: seconds for which a kubelet has been connected; None: there is none."""
         self.home = home
         self.now = now
         self.settings = Settings(device_plugin_dir=str(home), root=str(home))
 
         self.path = home / ttdp.CHECKPOINT
         self.cgroups = home / "sys/fs/cgroup"
-        self.cgroups.mkdir(parents=True, exist_ok=True)
+        (self.cgroups / "kubepods/burstable").mkdir(parents=True, exist_ok=True)
         (self.cgroups / "cgroup.controllers").touch()
         self.book = HoldBook(self.settings, saved)
+        if connected is not None:
+            self.book.note_stream(now - connected, is_open=True)
 
-    def restarted(self) -> BookWorld:
+    def restarted(self, connected: float | None = ALWAYS) -> BookWorld:
         """Return the world with the next daemon of this boot, and what that knows."""
-        saved = json.loads(json.dumps(self.book.to_saved()))
-        return BookWorld(self.home, [HoldState.from_saved(each) for each in saved], self.now)
+        saved = ttdp.saved_holds(json.loads(json.dumps(self.book.to_saved())))
+        return BookWorld(self.home, saved, self.now, connected=connected)
 
     # The kubelet
 
     def answer(self, given: Entry) -> None:
         """Answer Allocate; the kubelet has not written it yet."""
         self.look()
-        found = ttdp.read_answer(given.held.answer).of(given.resource, given.held.ids)
+        found = ttdp.hold_of(given.held.answer, given.resource, frozenset(given.held.ids))
         self.book.add(found, self.now)
 
     def write(self, *entries: Entry, registered: Any = None) -> None:
@@ -79,19 +92,10 @@ class BookWorld:
     def cgroup(self, pod: str) -> Path:
         return self.cgroups / f"kubepods/burstable/pod{pod}"
 
-    def make_cgroup(self, pod: str = FIRST, *containers: str) -> None:
-        """Give a pod a cgroup with processes in these containers, and in no others."""
-        for name in containers:
-            (self.cgroup(pod) / name).mkdir(parents=True, exist_ok=True)
-            (self.cgroup(pod) / name / "cgroup.events").write_text("populated 1\n")
-
+    def make_cgroup(self, pod: str = FIRST, *, populated: bool = True) -> None:
+        """Give a pod a cgroup, with processes or without."""
         self.cgroup(pod).mkdir(parents=True, exist_ok=True)
-        for directory in self.cgroup(pod).iterdir():
-            if directory.is_dir() and directory.name not in containers:
-                shutil.rmtree(directory)
-
-        # The kernel counts what the cgroups below have.
-        (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(bool(containers))}\n")
+        (self.cgroup(pod) / "cgroup.events").write_text(f"populated {int(populated)}\n")
 
     def remove_cgroup(self, pod: str = FIRST) -> None:
         shutil.rmtree(self.cgroup(pod), ignore_errors=True)
@@ -100,20 +104,16 @@ class BookWorld:
 
     def look(self) -> set[str]:
         """Look at everything; return the chips of the current holds."""
-        self.book.refresh(self.now, DOMAIN, look=True)
-        return {bdf for each in self.current() for bdf in each.chips}
+        self.book.refresh(self.now, look=True)
+        return {address for each in self.current() for address in each.chips}
 
-    def current(self) -> tuple[Hold, ...]:
+    def current(self) -> list[Hold]:
         return self.book.current(self.now)
 
-    def keys(self) -> set[HoldKey]:
-        """Return the current holds, as a question for pods' names has them."""
-        return {each.key for each in self.current()}
-
-    def running(self) -> set[str]:
-        """Return the pods for which a stranger's container would wait."""
-        stranger = Call("example.com/any", frozenset(), frozenset(map(bdf, range(9))), ())
-        return {each.pod for each in self.book.waits_for(stranger, self.current())}
+    def runs(self, pod: str = FIRST) -> bool:
+        """Return whether a stranger's container would wait for a pod."""
+        self.look()
+        return self.book.runs(pod, self.now)
 
     def seconds(self, holds: Callable[[], object]) -> float:
         """Return for how long this holds, looking each second; at most ALWAYS."""
@@ -127,18 +127,24 @@ class BookWorld:
     def call(self, given: Entry) -> Call:
         """PreStartContainer comes for a container."""
         self.look()
-        ids = frozenset(given.held.ids)
-        chips = ttdp.read_answer(given.held.answer).chips
-        return self.book.call(given.resource, ids, chips, self.now)
+        call = Call(given.resource, frozenset(given.held.ids), self.now)
+        try:
+            self.book.blockers(call, self.now)
+        except RequestError:
+            pass  # and outcome() has it again
+        return call
 
     def outcome(self, call: Call) -> str | set[str]:
         """Return what becomes of a call now: the pods for which it waits, if it does."""
         self.look()
-        if self.book.was_deleted(call, self.now):
+        try:
+            blockers = self.book.blockers(call, self.now)
+        except RequestError:
             return "refused"
-
-        if others := self.book.waits_for(call, self.current()):
-            return {each.pod for each in others}
+        if blockers is None:
+            return "unknown"
+        if blockers:
+            return {each.pod for each in blockers}
 
         self.book.allow(call, self.now)
         return "allowed"
@@ -150,7 +156,9 @@ class BookWorld:
         """Answer for a pod that is the only one in the checkpoint then, and run its container."""
         self.answer(given)
         self.write(given)
-        self.make_cgroup(given.uid, "pause")
+        self.make_cgroup(given.uid)
+        assert self.start(given) == "allowed"
 
-        self.start(given)
-        self.make_cgroup(given.uid, "pause", given.container)
+
+# A chip of each bus, for Directories and lists.
+CHIPS = {bdf(bus): chip(bus, number=bus) for bus in range(9)}

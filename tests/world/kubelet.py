@@ -1,4 +1,4 @@
-"""A reference kubelet: its side of the device plugin API and of the pod resources API.
+"""A reference kubelet: its side of the device plugin API.
 
 It is as strict as the original and behaves as Kubernetes 1.32 to 1.38 do, errors included, over
 real gRPC on real sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
@@ -34,7 +34,6 @@ import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from generated import podresources_pb2 as pods_pb
 from tests.world.checkpoint import CHECKPOINT, CheckpointFile, Corruption
 from tests.world.devicemanager import (
     AdmissionError,
@@ -51,7 +50,6 @@ from tests.world.processes import PATIENCE
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet"]
 
-Method = Literal["Register", "List"]
 T = TypeVar("T")
 
 
@@ -61,14 +59,12 @@ class KubeletDied(Exception):
 
 @dataclass(slots=True)
 class Fault:
-    """A delay, an error or a false answer for the next calls of a method."""
+    """A delay or an error for the next calls of Register."""
 
-    method: Method
     times: float
     seconds: float = 0.0
     code: grpc.StatusCode | None = None
     message: str = ""
-    answer: bytes | None = None
 
 
 class Sockets:
@@ -118,9 +114,7 @@ class Kubelet:
     the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
     any plugin can register, and those of the API server when all resources are listed again (see
     `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
-    exists). Until then no pod is forgotten, and List does not name them.
-
-    The pod resources API is at `pod-resources/kubelet.sock` beside the directory. `seed` drives
+    exists). Until then no pod is forgotten. `seed` drives
     what is in random order in the original (Go's maps). `back_off`: seconds until a container that
     could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
     `layout`, `has_pause`, `create_seconds`: see Runtime.
@@ -148,7 +142,6 @@ class Kubelet:
         self.config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
         self.directory = self.config.directory
         self.socket = self.directory / "kubelet.sock"
-        self.pod_resources = self.directory.parent / "pod-resources/kubelet.sock"
         self.file = CheckpointFile(self.directory, log, self.config.random)
         self.alive = False
         self._sockets = Sockets()
@@ -242,19 +235,15 @@ class Kubelet:
         self, code: grpc.StatusCode, message: str = "refused", times: float = 1
     ) -> None:
         """Let the next `times` calls of Register fail."""
-        self.faults.append(Fault("Register", times, code=code, message=message))
+        self.faults.append(Fault(times, code=code, message=message))
 
-    def hang(self, seconds: float, times: float = 1, method: Method = "Register") -> None:
-        """Delay the next `times` calls."""
-        self.faults.append(Fault(method, times, seconds=seconds))
+    def hang(self, seconds: float, times: float = 1) -> None:
+        """Delay the next `times` calls of Register."""
+        self.faults.append(Fault(times, seconds=seconds))
 
-    def garble(self, times: float = 1) -> None:
-        """Answer the next `times` calls of List with what is no message."""
-        self.faults.append(Fault("List", times, answer=b"\xff\xff\xff"))
-
-    async def meet_fault(self, method: Method) -> Fault | None:
+    async def meet_fault(self) -> Fault | None:
         """Return the fault of a call that has just arrived, after its delay."""
-        fault = next((fault for fault in self.faults if fault.method == method), None)
+        fault = self.faults[0] if self.faults else None
         if fault:
             fault.times -= 1
             if fault.times < 1:
@@ -281,12 +270,6 @@ class Kubelet:
         # 0755: the checkpoint's store makes the directory before the registration server would make
         # it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self.pod_resources.unlink(missing_ok=True)
-        self.pod_resources.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        async with self._sockets.bound(self.pod_resources) as server:
-            server.add_generic_rpc_handlers((_PodResources(self),))
-            await server.start()  # it accepts connections as soon as it exists
-
         self.manager.read_checkpoint()
         sweep(self.config)
         async with self._sockets.bound(self.socket) as server:
@@ -604,32 +587,6 @@ class Kubelet:
 # ---------------------------------------------------------------------------------- services
 
 
-def listed_pods(manager: DeviceManager, pods: Pods) -> pods_pb.ListPodResourcesResponse:
-    """Return the answer of List of the pod resources API, in no order, and forget ended pods.
-
-    It has an entry for each device, or for each of its NUMA nodes if it has any, also of resources
-    whose plugin is gone. The devices of ordinary init containers are not in it.
-    """
-    manager.prune()
-    answer = pods_pb.ListPodResourcesResponse()
-    active = pods.active()
-
-    for pod in manager.config.shuffled(pods):
-        if pod.uid not in active and not (pod.known and manager.config.names_ended_pods):
-            continue
-
-        namespace, name = pod.full_name
-        listed = answer.pod_resources.add(name=name, namespace=namespace)
-        for container in pod.containers.values():
-            if container.kind == "init":
-                continue
-            devices = listed.containers.add(name=container.name).devices
-            for resource, held in manager.pods.of(pod.uid, container.name).items():
-                for ident in (ident for ids in held.per_node.values() for ident in ids):
-                    devices.add(resource_name=resource, device_ids=[ident])
-    return answer
-
-
 class _Registration:
     """The `Registration` service: errors reach the plugin as UNKNOWN, with their text."""
 
@@ -643,7 +600,7 @@ class _Registration:
 
         code: grpc.StatusCode | None = None
         try:
-            if (fault := await kubelet.meet_fault("Register")) and (code := fault.code):
+            if (fault := await kubelet.meet_fault()) and (code := fault.code):
                 raise Failure(fault.message)
             await kubelet.manager.plugins.register(request)
         except Failure as failure:
@@ -652,27 +609,6 @@ class _Registration:
 
         kubelet.log.record("registered", **who)
         return pb.Empty()
-
-
-class _PodResources(grpc.GenericRpcHandler):
-    """The service `v1.PodResourcesLister`; generic, so that it can answer with garbage."""
-
-    def __init__(self, kubelet: Kubelet) -> None:
-        self._kubelet = kubelet
-
-    def service(self, handler_call_details: Any) -> Any:
-        if handler_call_details.method != "/v1.PodResourcesLister/List":
-            return None  # UNIMPLEMENTED
-        return grpc.unary_unary_rpc_method_handler(self._list)
-
-    async def _list(self, request: bytes, context: Any) -> bytes:
-        kubelet = self._kubelet
-        fault = await kubelet.meet_fault("List")
-        answer = fault.answer if fault else None
-        if answer is None:
-            answer = listed_pods(kubelet.manager, kubelet.pods).SerializeToString()
-        kubelet.log.record("asked", method="List", bytes=len(answer))
-        return answer
 
 
 # ------------------------------------------------------------------------------ as a process

@@ -274,14 +274,21 @@ class Runtime:
             for quality in ("burstable", "besteffort"):
                 (hierarchy / self._below_kubepods(quality)).mkdir(parents=True, exist_ok=True)
 
+    def _log_directory(self, host: SimulatedNode, pod: Pod) -> Path:
+        return host.root / "var/log/pods" / "_".join([*pod.full_name, pod.uid])
+
     def make_cgroup(self, pod: Pod) -> None:
         """Make a pod's cgroup, as the kubelet does before it mounts volumes and pulls images."""
+        if self._host:
+            self._log_directory(self._host, pod).mkdir(parents=True, exist_ok=True)
         for hierarchy in self._hierarchies:
             (hierarchy / self.pod_cgroup(pod)).mkdir(parents=True, exist_ok=True)
         self._show_populated(pod)
 
     def remove_cgroup(self, pod: Pod) -> None:
         """Remove a pod's cgroup, as the kubelet does after its volumes are unmounted."""
+        if self._host:
+            shutil.rmtree(self._log_directory(self._host, pod), ignore_errors=True)
         for hierarchy in self._hierarchies:
             shutil.rmtree(hierarchy / self.pod_cgroup(pod), ignore_errors=True)
 

@@ -54,16 +54,8 @@ class SimulatedUevents(socket.socket):
         return self.recv(*arguments), (0, 1)
 
 
-STALLS = {"heartbeat_misses": 2}  # for the section [health]; needs firmware that lives
-NEVER = 1_000_000
-
-
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
-    """Return settings for a daemon on this node, with short polls unless `others` say otherwise.
-
-    No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
-    plays does not keep up with such polls.
-    """
+    """Return settings for a daemon on this node, with short polls unless `others` say otherwise."""
     health = others.pop("health", {})
     sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
@@ -94,6 +86,7 @@ class RunningDaemon:
         )
         self._events = SimulatedUevents(fileno=theirs.detach())
         self._errors = contextlib.ExitStack()
+        self.polls = 0  # that have begun
 
     def _notified(self, *states: str) -> bool:
         self.notes.append("\n".join(states))
@@ -112,6 +105,13 @@ class RunningDaemon:
         self.node.on_uevent = self._kernel.send
 
         self.daemon = ttdp.Daemon(self.settings, lambda: self.loaded(), self._manager)
+        scan = self.host.scan
+
+        def counted_scan(*, is_poll: bool) -> None:
+            self.polls += is_poll
+            scan(is_poll=is_poll)
+
+        self.host.scan = counted_scan  # type: ignore[method-assign]
         self._run = asyncio.get_running_loop().create_task(self.daemon.run())
         await asyncio.sleep(0)  # nobody can end what has not begun to hear signals
         return self
