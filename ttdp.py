@@ -3025,7 +3025,8 @@ def _labels_of(resource: Resource) -> dict[str, str]:
         "product": f"{product}-SHARED" if product and resource.replicas else product,
     }
     # One value for all devices, or none.
-    memory = {sum(chip.memory for chip in device.chips) for device in devices}
+    whole = [device for device in devices if not device.incomplete]
+    memory = {sum(chip.memory for chip in device.chips) for device in whole}
     if len(memory) == 1 and memory != {0}:
         labels["memory"] = str(memory.pop())
     return labels
