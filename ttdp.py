@@ -3075,6 +3075,10 @@ def problems_of(decision: Decision) -> list[Problem]:
 
 def _missing_chips(decision: Decision) -> Iterator[Problem]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 7 of 8 of a Galaxy's tray."""
+    # The other chip of a p300 may be one that does not report its serial number.
+    if decision.offer.unplaced:
+        return
+
     chips = [chip for chip in decision.chips.values() if chip.is_listed]
     boards = defaultdict(list)
     for address, place in places(chips).items():
