@@ -1192,6 +1192,11 @@ def _hertz(text: str) -> float | None:
     return None if number is None else number * 1e6
 
 
+def _lanes(text: str) -> float | None:
+    """Return the lanes of a link; None if there is no link, as in some virtual machines."""
+    return _number(text) or None
+
+
 def _transfers(text: str) -> float | None:
     """Return the transfers per second of a link; None if its speed is unknown."""
     match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
@@ -1225,10 +1230,12 @@ SENSORS = (
     Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "aiclk"}),
     Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "axiclk"}),
     Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _hertz, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", "PCIe lanes in use.", _number),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", "PCIe lanes of the card.", _number),
+    Sensor("pci", "current_link_width", "pcie_link_width", "PCIe lanes in use.", _lanes),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "PCIe lanes of the card.", _lanes),
     Sensor("pci", "current_link_speed", _SPEED, "PCIe transfers per second.", _transfers),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", "The same at full speed.", _transfers),
+    Sensor(
+        "pci", "max_link_speed", f"{_SPEED}_max", "PCIe transfers per second, at most.", _transfers
+    ),
     *(
         Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
         for each in ("correctable", "nonfatal", "fatal")

@@ -245,6 +245,7 @@ def test_only_values_of_the_drivers_form_count(raw: dict[str, str]) -> None:
         ("current_link_speed", "5 GT/s", 5e9),  # before Linux 5.8
         ("current_link_speed", "Unknown", None),
         ("current_link_width", "16", 16),
+        ("current_link_width", "0", None),  # no link: in a virtual machine's root complex
         ("aer_dev_correctable", "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7", 7),
         ("aer_dev_fatal", "Undefined 1\nTOTAL_ERR_FATAL 12", 12),
         ("aer_dev_nonfatal", "Undefined 1", None),
