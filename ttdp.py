@@ -1075,7 +1075,7 @@ class Reading(NamedTuple):
 def read_chip(settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading | None:
     """Read a present chip; None if it is being removed, as the next scan will show.
 
-    Can block for ten seconds. Raises OSError for OWN_ERRORS only.
+    Can block for ten seconds. Raises OSError for errors that are not the chip's.
     """
     sensors = read_sensors(function)
     processes = processes_on(settings, function)
@@ -3674,10 +3674,9 @@ class StateFile:
             return
         document = {"format": self.FORMAT, "boot": self._boot, "chips": chips, "holds": holds}
         text = json.dumps(document)
-        if text == self._written:
-            return
         try:
-            replace_file(self._path, text, 0o600)
+            if text != self._written:
+                replace_file(self._path, text, 0o600)
             self._written, self.problem = text, None
         except OSError as error:
             problem = Problem("files", f"{self._path} cannot be written: {error.strerror}")
