@@ -193,7 +193,7 @@ def places(paths: dict[str, Path]) -> dict[str, Path]:
 def has_cdi(file: Path, node: SimulatedNode) -> bool:
     """Return whether a CDI file has exactly the present device files."""
     present = {each.bdf: str(each.device_node) for each in node.chips if each.ordinal is not None}
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         devices = json.loads(file.read_text())["devices"]
         nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
         every = [each["hostPath"] for each in nodes.pop("all")]

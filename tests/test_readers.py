@@ -1,29 +1,29 @@
-"""Readers: threads that read chips, also if reads block or no thread can be started."""
+"""Readers: chips are read on threads of their own, also if reads block or no thread can start."""
 
 from __future__ import annotations
 
 import _thread
 import asyncio
-import contextlib
 import errno
-import os
 import threading
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 import ttdp
-from tests.conftest import WATCHDOG, StartDaemon, no_descriptors
+from tests.conftest import StartDaemon
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.simulation import kernel_errors, settings_of
-from ttdp import Inventory, Kind, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
+from ttdp import Kind, PciFunction, Readers, Reading, Settings
+
+SLOW, BLOCKED = 0.1, 5.0  # seconds
+N150 = "tenstorrent.com/n150"
 
 
 def function(bus: int) -> PciFunction:
-    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", ordinal=bus, path=f"/dev/{bus}")
+    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", number=bus)
 
 
 ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
@@ -34,125 +34,117 @@ class Chips:
 
     def __init__(self) -> None:
         self.reads: list[str] = []
-        self.readings: list[Reading] = []
         self.errors: dict[str, Exception] = {}
+        self.answered: list[str] = []
+        self.wakes = 0
+        self.most_at_once = 0
         self.read_twice_at_once: list[str] = []
-        self.wakes: list[list[ReadState]] = []  # the states of reads whenever the loop was woken
         self._held: dict[str, threading.Event] = {}
         self._busy: set[str] = set()
-        self.readers = TelemetryReaders(self._wake, self._read)
+        self.readers = Readers(self._wake)
 
     def _wake(self) -> None:
-        self.wakes.append([*self.states().values()])
+        self.wakes += 1
 
-    def _read(self, function: PciFunction, *, is_poll: bool, settings: object) -> Reading:
-        if function.bdf in self._busy:
-            self.read_twice_at_once.append(function.bdf)
-        self._busy.add(function.bdf)
-        self.reads.append(function.bdf)
-        if gate := self._held.get(function.bdf):
+    def read(self, settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading:
+        address = function.address
+        if address in self._busy:
+            self.read_twice_at_once.append(address)
+        self._busy.add(address)
+        self.most_at_once = max(self.most_at_once, len(self._busy))
+        self.reads.append(address)
+
+        if gate := self._held.get(address):
             gate.wait(4 * PATIENCE)  # longer than any test waits
-
-        self._busy.discard(function.bdf)
-        if error := self.errors.get(function.bdf):
+        time.sleep(0)  # other threads that may run do so
+        self._busy.discard(address)
+        if error := self.errors.get(address):
             raise error
-        return Reading(function, Telemetry(), time.monotonic(), is_poll)
+        return Reading(function, 0.0, is_poll)
 
     def hold(self, *functions: PciFunction) -> None:
-        for each in functions:
-            self._held[each.bdf] = threading.Event()
+        self._held |= {each.address: threading.Event() for each in functions}
 
     def release(self) -> None:
         while self._held:
             self._held.popitem()[1].set()
 
-    def submit(self, *functions: PciFunction, is_poll: bool = False) -> None:
-        self.readers.submit(functions, is_poll=is_poll)
+    def submit(self, *functions: PciFunction, is_poll: bool = True) -> None:
+        self.readers.submit(Settings(), functions, is_poll=is_poll)
 
-    def answered(self) -> list[str]:
-        """Collect, and return the chips that have answered so far."""
-        self.readings += self.readers.collect()
-        return [reading.function.bdf for reading in self.readings]
-
-    def states(self) -> dict[str, ReadState]:
-        return self.readers.under_way(time.monotonic())
+    def have_answered(self, *functions: PciFunction) -> bool:
+        """Collect; return whether just these have answered since the last time that it was so."""
+        for reading in self.readers.collect():
+            self.answered.append(reading.function.address)
+        wanted = [each.address for each in functions]
+        if sorted(self.answered) == wanted and self.readers.are_settled(time.monotonic()):
+            self.answered.clear()
+            return True
+        return False
 
     def failure(self) -> OSError | None:
         """Collect, and return the error that this raises."""
         try:
-            self.answered()
+            self.readers.collect()
         except OSError as error:
             return error
         return None
 
 
 @pytest.fixture
-async def chips() -> AsyncIterator[Chips]:
+async def chips(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Chips]:
     """No test has two threads read one chip at once."""
     chips = Chips()
+    monkeypatch.setattr(ttdp, "read_chip", chips.read)
     yield chips
 
     chips.release()
+    await until(lambda: chips.readers.due(0.0) == float("inf"))
     assert chips.read_twice_at_once == []
 
 
-# -- threads ---------------------------------------------------------------------------------------
-
-
-async def test_chips_that_answer_are_read_in_turn_on_one_thread_that_ends(
+async def test_chips_that_answer_are_read_one_after_the_other(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chip that is submitted during its read is not read after it: it would seem to stall."""
-    started = []
-    genuine = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        started.append(thread)
-        genuine(thread)
-
-    monkeypatch.setattr("threading.Thread.start", start)
+    """Threads that contend for the interpreter cost several times as much. One wake at the end."""
     monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
-    threads = _thread._count()
+    for number in range(1, 4):
+        chips.submit(ONE, TWO, THREE)
+        await until(lambda: chips.have_answered(ONE, TWO, THREE))
+        assert (chips.most_at_once, chips.wakes) == (1, number)
+
+
+async def test_a_chip_that_is_being_read_is_not_read_again_after_it(chips: Chips) -> None:
+    """It would seem to stall: two readings of one moment."""
     chips.hold(ONE)
-
-    chips.submit(ONE, TWO, THREE)
+    chips.submit(ONE)
     await until(lambda: chips.reads)
-    chips.submit(THREE, TWO, ONE)
+    chips.submit(ONE, TWO)
+    await until(lambda: len(chips.reads) == 2)
     chips.release()
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf, THREE.bdf])
-
-    await until(lambda: _thread._count() <= threads)
-    assert len(started) == 1
-    assert chips.reads == [ONE.bdf, TWO.bdf, THREE.bdf]
-    assert chips.readers.is_settled(time.monotonic())
+    await until(lambda: chips.have_answered(ONE, TWO))
+    assert chips.reads == [ONE.address, TWO.address]
 
 
-async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) -> None:
-    """Polls do not start more of them, and delay no other chip: the last one is read at each."""
+async def test_blocked_reads_keep_a_thread_each_and_delay_no_other_chip(chips: Chips) -> None:
+    """The last one is read at each poll."""
     threads = _thread._count()
-    stuck = [function(bus) for bus in range(1, 32)]
-    sound = function(32)
+    stuck, sound = [function(bus) for bus in range(1, 32)], function(32)
     chips.hold(*stuck)
 
-    for number in range(1, 4):
-        chips.submit(*stuck, sound, is_poll=True)
-        await until(lambda: chips.answered() == [sound.bdf] * number)  # noqa: B023
+    for _ in range(3):
+        chips.submit(*stuck, sound)
+        await until(lambda: chips.have_answered(sound))
 
-    await until(lambda: _thread._count() <= threads + len(stuck))
-    assert len(chips.reads) == len(stuck) + 3
+    assert _thread._count() == threads + 32
     chips.release()
-    await until(lambda: len(chips.answered()) == len(stuck) + 3 and not chips.states())
-    await until(lambda: _thread._count() <= threads)
+    await until(lambda: chips.have_answered(*stuck))
 
 
-# -- states ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("reads_time_out")
-async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
+async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_five(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch, reads_time_out: None
 ) -> None:
-    """Each state has its consequence: see is_settled() and is_over()."""
+    """Nothing waits for a slow one; until a blocked one returns its chip has a fault."""
     since = 1000.0
     monkeypatch.setattr(ttdp, "monotonic", lambda: since)
     readers = chips.readers
@@ -160,317 +152,102 @@ async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
     chips.submit(ONE)
     await until(lambda: chips.reads)
 
-    looks = [
-        (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.is_over(at))
-        for at in (since, since + 0.1, since + 2.0)
-    ]
+    for at, is_settled, blocked, due in (
+        (since, False, [], since + SLOW),
+        (since + SLOW, True, [], since + BLOCKED),
+        (since + BLOCKED - 0.1, True, [], since + BLOCKED),
+        (since + BLOCKED, True, [ONE.address], float("inf")),
+    ):
+        assert (readers.are_settled(at), readers.blocked(at)) == (is_settled, blocked)
+        assert readers.due(at) == due
 
-    assert looks == [
-        (ReadState.RUNNING, False, False),
-        (ReadState.SLOW, True, False),
-        (ReadState.BLOCKED, True, True),
-    ]
-
-
-async def test_a_chip_behind_a_blocked_one_is_not_late(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of a read begins with it: the clock goes on by a second when a thread is started."""
-    now = 1000.0
-    genuine = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        nonlocal now
-        now += 1.0
-        genuine(thread)
-
-    monkeypatch.setattr("threading.Thread.start", start)
-    monkeypatch.setattr(ttdp, "monotonic", lambda: now)
-    chips.hold(ONE, TWO)
-
-    chips.submit(ONE, TWO)
-    await until(lambda: TWO.bdf in chips.reads)
-
-    states = chips.readers.under_way(1000.0 + ttdp.READ_TIMEOUT)
-    assert states[ONE.bdf] is ReadState.BLOCKED
-    assert states[TWO.bdf] is not ReadState.BLOCKED
-
-
-async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when_it_ends(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read that ends at once wakes it at its end only."""
-    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
-    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 1.0)
-    chips.hold(TWO)
-
-    chips.submit(ONE)
-    await until(lambda: chips.wakes)
-    assert chips.answered() == [ONE.bdf]
-
-    chips.submit(TWO)
-    await until(lambda: len(chips.wakes) == 3)
     chips.release()
-    await until(lambda: len(chips.wakes) == 4)
-
-    first, *others = chips.wakes
-    assert first == [ReadState.RUNNING]
-    assert others == [[ReadState.SLOW], [ReadState.BLOCKED], [ReadState.BLOCKED]]
+    await until(lambda: chips.have_answered(ONE))
+    assert readers.blocked(since + BLOCKED) == []
 
 
-@pytest.mark.usefixtures("reads_time_out")
-async def test_a_blocked_read_costs_a_handful_of_turns(
-    node: SimulatedNode, start: StartDaemon
-) -> None:
-    """The loop is not woken every tenth of a second until the read counts as blocked."""
-    blocked, other = node.add("n150") + node.add("n150")
-    daemon = await start(WATCHDOG, interval=3600)
-    await daemon.ready()
-    blocked.block()
-    daemon.forget_notes()
-
-    other.vanish()
-    await daemon.sees(blocked.bdf, Kind.BLOCKED)
-
-    assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
-
-
-async def test_a_chip_that_has_an_event_during_a_slow_read_is_read_again(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The read began before the event: its values can be those of before, as late firmware's."""
-    (chip,) = node.add("n150")
-    chip.silence()
-    goes_on = threading.Event()
-    genuine = ttdp.read_telemetry
-
-    def read_and_wait(function: PciFunction) -> Telemetry:
-        telemetry = genuine(function)
-        goes_on.wait(PATIENCE)
-        return telemetry
-
-    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
-
-    before = daemon.host.scanned_at
-    chip.speak()
-    await until(lambda: daemon.host.scanned_at > before)
-    goes_on.set()
-
-    await until(lambda: daemon.chip(chip.bdf).identity.serial)
-
-
-async def test_metrics_wait_for_a_slow_read_and_have_the_sensors_of_its_chip(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked for during the read that an event has caused; no other event follows."""
-    _, other = node.add("p150a") + node.add("n150")
-    began, goes_on = threading.Event(), threading.Event()
-    genuine = ttdp.read_telemetry
-
-    def read_and_wait(function: PciFunction) -> Telemetry:
-        began.set()
-        goes_on.wait(PATIENCE)
-        return genuine(function)
-
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
-    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
-    monkeypatch.setattr(ttdp, "READ_TIMEOUT", PATIENCE)
-
-    other.vanish()
-    await until(began.is_set)
-    metrics = asyncio.create_task(daemon.metrics())
-    await asyncio.sleep(2 * ttdp.SLOW_AFTER)
-    assert not metrics.done()
-    goes_on.set()
-
-    assert "tt_device_power_watts{" in (await metrics or "")
-
-
-# -- errors that are not a chip's ------------------------------------------------------------------
-
-
-@pytest.fixture
-async def unhandled() -> AsyncIterator[list[str]]:
-    """No exception has left a callback of the loop."""
-    found: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(str(context)))
-    yield found
-
-    assert found == []
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
-@pytest.mark.parametrize("is_behind", [False, True])
-@pytest.mark.usefixtures("unhandled")
 async def test_without_threads_the_daemon_itself_has_an_error(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch, error: Exception, is_behind: bool
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a chip behind a slow read. It is read when there are threads again."""
-    available = [1] if is_behind else []
-    genuine = threading.Thread.start
+    """The chip is read when there are threads again."""
 
-    def start(thread: threading.Thread) -> None:
-        if not available:
-            raise error
-        available.pop()
-        genuine(thread)
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    chips.hold(ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", start)
-        chips.submit(ONE, TWO)
-        failure = await until(chips.failure)
+        patch.setattr("threading.Thread.start", no_thread)
+        with pytest.raises(OSError, match="can't start new thread") as failure:
+            chips.submit(ONE)
+    assert failure.value.errno == errno.EAGAIN
 
-    assert chips.wakes
-    assert (failure.errno, failure.strerror) == (errno.EAGAIN, str(error))
-    assert chips.states().keys() == ({ONE.bdf} if is_behind else set())
-    chips.release()
     chips.submit(ONE, TWO)
-    await until(lambda: sorted(chips.answered()) == [ONE.bdf, TWO.bdf])
+    await until(lambda: chips.have_answered(ONE, TWO))
 
 
 async def test_an_internal_error_in_a_read_concerns_this_read_only(
     chips: Chips, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged; the others are read, and the chip is at the next poll."""
-    chips.errors[ONE.bdf] = ZeroDivisionError()
+    chips.errors[ONE.address] = ZeroDivisionError()
     chips.submit(ONE, TWO)
-    await until(lambda: chips.answered() == [TWO.bdf] and not chips.states())
+    await until(lambda: chips.have_answered(TWO))
     assert "internal error (reading 0000:01:00.0)" in caplog.text
 
     chips.errors.clear()
     chips.submit(ONE, TWO)
-    await until(lambda: chips.answered() == [TWO.bdf, ONE.bdf, TWO.bdf])
-
-
-async def test_without_descriptors_there_are_no_metrics_and_soon_new_ones(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sensors of before would pass for new ones; they are not what the next scrape gets, either."""
-    node.add("p150a")
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.listdir", no_descriptors)
-        assert await daemon.metrics() is None
-
-    assert "tt_device_power_watts{" in (await daemon.metrics() or "")
+    await until(lambda: chips.have_answered(ONE, TWO))
 
 
 async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
     """Without descriptors no chip is judged by this read, and each can be read again."""
     for each in (ONE, TWO):
-        chips.errors[each.bdf] = OSError(errno.EMFILE, "Too many open files")
-
+        chips.errors[each.address] = OSError(errno.EMFILE, "Too many open files")
     chips.submit(ONE, TWO)
-    failure = await until(lambda: None if len(chips.reads) < 2 else chips.failure())
-    await until(lambda: not chips.failure() and not chips.states())
+    await until(lambda: len(chips.reads) == 2 and chips.readers.are_settled(time.monotonic()))
 
-    assert failure.errno == errno.EMFILE
-    assert chips.readings == []
-
-
-# -- what is read ----------------------------------------------------------------------------------
-
-
-def only_function(node: SimulatedNode) -> PciFunction:
-    """The one PCI function of this node, as a scan finds it."""
-    inventory = Inventory({})
-    inventory.scan(settings_of(node, node.root / "plugins"))
-    (found,) = inventory.present
-    return found
+    failure = chips.failure()
+    assert failure and failure.errno == errno.EMFILE and chips.failure() is None
+    chips.errors.clear()
+    chips.submit(ONE, TWO)
+    await until(lambda: chips.have_answered(ONE, TWO))
 
 
-def read_all(node: SimulatedNode, function: PciFunction) -> Reading:
-    """Read a chip with its sensors and processes."""
-    settings = settings_of(node, node.root / "plugins")
-    return ttdp.read_chip(function, is_poll=True, settings=settings)
-
-
-def open_below(root: Path) -> int:
-    """Return how many files below a directory this process has open."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of this listing
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
-    return count
-
-
-async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
-    """Nor does one that fails, or that has blocked until its chip has vanished."""
-    (chip,) = node.add("p150a")
-    function = only_function(node)
-
-    with kernel_errors():
-        read_all(node, function)
-        chip.fail("tt_serial", "EIO")
-        read_all(node, function)
-
-        chip.block()
-        blocked = asyncio.ensure_future(asyncio.to_thread(read_all, node, function))
-        _, pending = await asyncio.wait({blocked}, timeout=ttdp.SLOW_AFTER)
-        assert pending
-        chip.vanish()
-        await blocked
-
-    assert open_below(node.root) == 0
-
-
-def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
-    """A poll leaves them out. A process that has the device file open twice is one."""
-    (chip,) = node.add("p150a")
-    chip.set_pids([7, 9, 7])
-    function = only_function(node)
-
-    reading = ttdp.read_chip(function, is_poll=True, settings=None)
-    assert (reading.sensors, reading.processes) == (None, None)
-
-    reading = read_all(node, function)
-    assert reading.sensors == ttdp.read_sensors(function) != {}
-    assert [row["pid"] for row in reading.processes or ()] == [7, 9]
-
-
-def test_sensors_that_cannot_be_listed_are_an_error_of_their_chip(
-    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+async def test_a_chip_whose_read_blocks_is_unhealthy_until_the_read_returns(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at a poll without sensors; it is not the daemon's own, which would concern all chips."""
-    node.add("p150a")
-    function = only_function(node)
-    genuine = os.listdir
+    """Other chips are healthy meanwhile, and metrics have none of its former values."""
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 0.3)
+    blocked, other = node.add("n150") + node.add("n150")
+    daemon = await start(interval=0.05)
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {blocked.bdf, other.bdf})
 
-    def fail_for_sensors(path: str) -> list[str]:
-        if path.endswith("/hwmon"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return genuine(path)
+    blocked.block()
+    await daemon.sees(blocked.bdf, Kind.BLOCKED)
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {other.bdf})
+    metrics = await daemon.metrics() or ""
+    assert f'tt_device_temperature_celsius{{device="{other.bdf}"}}' in metrics
+    assert f'tt_device_temperature_celsius{{device="{blocked.bdf}"}}' not in metrics
 
-    monkeypatch.setattr("os.listdir", fail_for_sensors)
-
-    reading = read_all(node, function)
-
-    assert reading.telemetry == Telemetry(error=ttdp.ReadError("hwmon", errno.EIO))
+    blocked.unblock()
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {blocked.bdf, other.bdf})
 
 
-def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
-    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of them would be those of a dead chip."""
-    (chip,) = node.add("p150a")
-    genuine = ttdp.read_sensors
+def test_a_loop_that_has_ended_minds_no_read_that_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon ends without waiting for its threads."""
+    ended, returned = threading.Event(), threading.Event()
 
-    def read_and_die(function: PciFunction) -> dict[str, float]:
-        values = genuine(function)
-        chip.die()
-        return values
+    def read(*_: object, **__: object) -> None:
+        ended.wait(PATIENCE)
+        returned.set()
 
-    monkeypatch.setattr(ttdp, "read_sensors", read_and_die)
+    monkeypatch.setattr(ttdp, "read_chip", read)
+    problems: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", problems.append)
 
-    function = only_function(node)
-    state = ttdp.ChipState(ttdp.Chip(function))
-    state.apply(read_all(node, function), ttdp.HealthSettings())
+    async def main() -> None:
+        Readers(lambda: None).submit(Settings(), [ONE], is_poll=True)
 
-    assert state.chip.fault and state.chip.fault.kind is ttdp.Kind.NO_RESPONSE
-    assert state.sensors == {}
+    asyncio.run(main())
+    ended.set()
+    assert returned.wait(PATIENCE)
+    assert problems == []
