@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import _thread
-import asyncio
 import errno
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,17 +14,9 @@ from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from ttdp import Kind, PciFunction, Readers, Reading, Settings
+from ttdp import PciFunction, Readers, Reading, Settings
 
-SLOW, BLOCKED = 0.1, 5.0  # seconds
-N150 = "tenstorrent.com/n150"
-
-
-def function(bus: int) -> PciFunction:
-    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", number=bus)
-
-
-ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
+ONE, TWO, *OTHERS = (PciFunction(f"0000:{bus:02x}:00.0", number=bus) for bus in range(1, 33))
 
 
 class Chips:
@@ -35,72 +25,49 @@ class Chips:
     def __init__(self) -> None:
         self.reads: list[str] = []
         self.errors: dict[str, Exception] = {}
-        self.answered: list[str] = []
-        self.wakes = 0
+        self.held: set[str] = set()
+        self.goes_on = threading.Event()
         self.most_at_once = 0
-        self.read_twice_at_once: list[str] = []
-        self._held: dict[str, threading.Event] = {}
-        self._busy: set[str] = set()
-        self.readers = Readers(self._wake)
-
-    def _wake(self) -> None:
-        self.wakes += 1
+        self.wakes: list[None] = []
+        self.readers = Readers(lambda: self.wakes.append(None))
+        self._busy: list[str] = []
 
     def read(self, settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading:
         address = function.address
-        if address in self._busy:
-            self.read_twice_at_once.append(address)
-        self._busy.add(address)
-        self.most_at_once = max(self.most_at_once, len(self._busy))
+        assert address not in self._busy, "two threads read one chip"
+        self._busy.append(address)
         self.reads.append(address)
+        self.most_at_once = max(self.most_at_once, len(self._busy))
+        if address in self.held:
+            self.goes_on.wait(4 * PATIENCE)  # longer than any test waits
 
-        if gate := self._held.get(address):
-            gate.wait(4 * PATIENCE)  # longer than any test waits
-        time.sleep(0)  # other threads that may run do so
-        self._busy.discard(address)
+        self._busy.remove(address)
         if error := self.errors.get(address):
             raise error
         return Reading(function, 0.0, is_poll)
 
-    def hold(self, *functions: PciFunction) -> None:
-        self._held |= {each.address: threading.Event() for each in functions}
+    async def are_read(self, *functions: PciFunction, wanted: int | None = None) -> list[str]:
+        """Have these read; return which of them have answered once so many have."""
+        self.readers.submit(Settings(), functions, is_poll=True)
+        found: list[str] = []
 
-    def release(self) -> None:
-        while self._held:
-            self._held.popitem()[1].set()
+        def have_answered() -> bool:
+            found.extend(reading.function.address for reading in self.readers.collect())
+            return len(found) == (len(functions) if wanted is None else wanted)
 
-    def submit(self, *functions: PciFunction, is_poll: bool = True) -> None:
-        self.readers.submit(Settings(), functions, is_poll=is_poll)
-
-    def have_answered(self, *functions: PciFunction) -> bool:
-        """Collect; return whether just these have answered since the last time that it was so."""
-        for reading in self.readers.collect():
-            self.answered.append(reading.function.address)
-        wanted = [each.address for each in functions]
-        if sorted(self.answered) == wanted and self.readers.are_settled(time.monotonic()):
-            self.answered.clear()
-            return True
-        return False
-
-    def failure(self) -> OSError | None:
-        """Collect, and return the error that this raises."""
-        try:
-            self.readers.collect()
-        except OSError as error:
-            return error
-        return None
+        await until(have_answered)
+        return sorted(found)
 
 
 @pytest.fixture
 async def chips(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Chips]:
-    """No test has two threads read one chip at once."""
+    """Chips that the program's readers read; all reads have ended when a test has."""
     chips = Chips()
     monkeypatch.setattr(ttdp, "read_chip", chips.read)
     yield chips
 
-    chips.release()
+    chips.goes_on.set()
     await until(lambda: chips.readers.due(0.0) == float("inf"))
-    assert chips.read_twice_at_once == []
 
 
 async def test_chips_that_answer_are_read_one_after_the_other(
@@ -109,61 +76,52 @@ async def test_chips_that_answer_are_read_one_after_the_other(
     """Threads that contend for the interpreter cost several times as much. One wake at the end."""
     monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
     for number in range(1, 4):
-        chips.submit(ONE, TWO, THREE)
-        await until(lambda: chips.have_answered(ONE, TWO, THREE))
-        assert (chips.most_at_once, chips.wakes) == (1, number)
+        await chips.are_read(ONE, TWO, *OTHERS)
+        assert (chips.most_at_once, len(chips.wakes)) == (1, number)
 
 
 async def test_a_chip_that_is_being_read_is_not_read_again_after_it(chips: Chips) -> None:
     """It would seem to stall: two readings of one moment."""
-    chips.hold(ONE)
-    chips.submit(ONE)
-    await until(lambda: chips.reads)
-    chips.submit(ONE, TWO)
-    await until(lambda: len(chips.reads) == 2)
-    chips.release()
-    await until(lambda: chips.have_answered(ONE, TWO))
-    assert chips.reads == [ONE.address, TWO.address]
+    chips.held = {ONE.address}
+    await chips.are_read(ONE, wanted=0)
+    assert await chips.are_read(ONE, TWO, wanted=1) == [TWO.address]
+    chips.goes_on.set()
+    assert await chips.are_read(wanted=1) == [ONE.address]
+    assert sorted(chips.reads) == [ONE.address, TWO.address]
 
 
 async def test_blocked_reads_keep_a_thread_each_and_delay_no_other_chip(chips: Chips) -> None:
     """The last one is read at each poll."""
     threads = _thread._count()
-    stuck, sound = [function(bus) for bus in range(1, 32)], function(32)
-    chips.hold(*stuck)
-
+    chips.held = {each.address for each in (TWO, *OTHERS)}
     for _ in range(3):
-        chips.submit(*stuck, sound)
-        await until(lambda: chips.have_answered(sound))
+        assert await chips.are_read(ONE, TWO, *OTHERS, wanted=1) == [ONE.address]
 
+    await until(lambda: len(chips.reads) == 3 + len(chips.held))
     assert _thread._count() == threads + 32
-    chips.release()
-    await until(lambda: chips.have_answered(*stuck))
 
 
+@pytest.mark.usefixtures("reads_time_out")
 async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_five(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch, reads_time_out: None
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits for a slow one; until a blocked one returns its chip has a fault."""
-    since = 1000.0
-    monkeypatch.setattr(ttdp, "monotonic", lambda: since)
-    readers = chips.readers
-    chips.hold(ONE)
-    chips.submit(ONE)
-    await until(lambda: chips.reads)
+    monkeypatch.setattr(ttdp, "monotonic", lambda: 1000.0)
+    readers, never = chips.readers, float("inf")
+    chips.held = {ONE.address}
+    await chips.are_read(ONE, wanted=0)
 
-    for at, is_settled, blocked, due in (
-        (since, False, [], since + SLOW),
-        (since + SLOW, True, [], since + BLOCKED),
-        (since + BLOCKED - 0.1, True, [], since + BLOCKED),
-        (since + BLOCKED, True, [ONE.address], float("inf")),
-    ):
-        assert (readers.are_settled(at), readers.blocked(at)) == (is_settled, blocked)
-        assert readers.due(at) == due
+    for seconds, is_settled, blocked, due in (
+        (0.0, False, [], 0.1), (0.1, True, [], 5.0), (4.9, True, [], 5.0),
+        (5.0, True, [ONE.address], never),
+    ):  # fmt: skip
+        now = 1000.0 + seconds
+        assert (readers.are_settled(now), readers.blocked(now)) == (is_settled, blocked)
+        assert readers.due(now) == 1000.0 + due
 
-    chips.release()
-    await until(lambda: chips.have_answered(ONE))
-    assert readers.blocked(since + BLOCKED) == []
+    chips.goes_on.set()
+    await chips.are_read(wanted=1)
+    assert readers.blocked(2000.0) == []
 
 
 async def test_without_threads_the_daemon_itself_has_an_error(
@@ -177,39 +135,29 @@ async def test_without_threads_the_daemon_itself_has_an_error(
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", no_thread)
         with pytest.raises(OSError, match="can't start new thread") as failure:
-            chips.submit(ONE)
+            await chips.are_read(ONE)
     assert failure.value.errno == errno.EAGAIN
-
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.have_answered(ONE, TWO))
+    assert await chips.are_read(ONE) == [ONE.address]
 
 
-async def test_an_internal_error_in_a_read_concerns_this_read_only(
+async def test_an_error_in_a_read_is_no_reading(
     chips: Chips, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged; the others are read, and the chip is at the next poll."""
+    """An internal one is logged, the daemon's own raised once. Each chip is read again."""
     chips.errors[ONE.address] = ZeroDivisionError()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.have_answered(TWO))
+    assert await chips.are_read(ONE, TWO, wanted=1) == [TWO.address]
     assert "internal error (reading 0000:01:00.0)" in caplog.text
 
-    chips.errors.clear()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.have_answered(ONE, TWO))
+    chips.errors = {
+        each.address: OSError(errno.EMFILE, "Too many open files") for each in (ONE, TWO)
+    }
+    chips.readers.submit(Settings(), [ONE, TWO], is_poll=True)
+    await until(lambda: chips.readers.due(0.0) == float("inf"))
+    with pytest.raises(OSError, match="Too many open files"):
+        chips.readers.collect()
 
-
-async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
-    """Without descriptors no chip is judged by this read, and each can be read again."""
-    for each in (ONE, TWO):
-        chips.errors[each.address] = OSError(errno.EMFILE, "Too many open files")
-    chips.submit(ONE, TWO)
-    await until(lambda: len(chips.reads) == 2 and chips.readers.are_settled(time.monotonic()))
-
-    failure = chips.failure()
-    assert failure and failure.errno == errno.EMFILE and chips.failure() is None
-    chips.errors.clear()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.have_answered(ONE, TWO))
+    chips.errors = {}
+    assert await chips.are_read(ONE, TWO) == [ONE.address, TWO.address]
 
 
 async def test_a_chip_whose_read_blocks_is_unhealthy_until_the_read_returns(
@@ -217,37 +165,17 @@ async def test_a_chip_whose_read_blocks_is_unhealthy_until_the_read_returns(
 ) -> None:
     """Other chips are healthy meanwhile, and metrics have none of its former values."""
     monkeypatch.setattr(ttdp, "READ_TIMEOUT", 0.3)
+    name = "tenstorrent.com/n150"
     blocked, other = node.add("n150") + node.add("n150")
     daemon = await start(interval=0.05)
-    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {blocked.bdf, other.bdf})
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {blocked.bdf, other.bdf})
 
     blocked.block()
-    await daemon.sees(blocked.bdf, Kind.BLOCKED)
-    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {other.bdf})
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {other.bdf})
+    assert daemon.chip(blocked.bdf).fault == ttdp.BLOCKED
     metrics = await daemon.metrics() or ""
     assert f'tt_device_temperature_celsius{{device="{other.bdf}"}}' in metrics
     assert f'tt_device_temperature_celsius{{device="{blocked.bdf}"}}' not in metrics
 
     blocked.unblock()
-    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {blocked.bdf, other.bdf})
-
-
-def test_a_loop_that_has_ended_minds_no_read_that_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon ends without waiting for its threads."""
-    ended, returned = threading.Event(), threading.Event()
-
-    def read(*_: object, **__: object) -> None:
-        ended.wait(PATIENCE)
-        returned.set()
-
-    monkeypatch.setattr(ttdp, "read_chip", read)
-    problems: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", problems.append)
-
-    async def main() -> None:
-        Readers(lambda: None).submit(Settings(), [ONE], is_poll=True)
-
-    asyncio.run(main())
-    ended.set()
-    assert returned.wait(PATIENCE)
-    assert problems == []
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {blocked.bdf, other.bdf})

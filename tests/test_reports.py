@@ -5,6 +5,7 @@ Texts are those in tests/golden/reports; --update-golden writes them, and the di
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
+from tests.world.node import SimulatedNode
+from tests.world.watched import WatchedNode
 from ttdp import (
     Chip,
     Decision,
@@ -179,7 +182,7 @@ def told(decision: Decision, titles: str) -> Iterator[str]:
         "log": "".join(f"{level} {line}\n" for level, line in log),
         "labels": ttdp.labels_file(decision),
         "CDI": in_lines(json.loads(ttdp.cdi_file(decision) or "{}")),
-        "metrics": re.sub("# TYPE .*\n", "", ttdp.chip_metrics(decision) + metrics),
+        "metrics": ttdp.chip_metrics(decision) + metrics,
         "view": in_lines(view),
     }
     for title in titles.split():
@@ -262,6 +265,44 @@ def test_each_change_is_one_line_of_the_log(golden: Golden, name: str) -> None:
     golden(f"log of {name}", "".join(lines))
 
 
+def test_each_fault_has_one_reason_with_the_command_that_helps(
+    node: SimulatedNode, golden: Golden, stalls: None
+) -> None:
+    """It comes last, so that it can be pasted; nobody is told to take a card from another driver."""
+    (card,) = node.add("p150a")
+    file = node.borrowed(*node.number_of(0))
+    steps: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+        ("well", node.tick, node.tick),
+        ("vanished", card.vanish, card.come_back),
+        ("not bound", card.unbind, card.bind),
+        ("not loaded", node.unload_driver, node.load_driver),
+        ("vfio-pci", lambda: card.bind_to("vfio-pci"), lambda: card.keep_for("(null)")),
+        ("unbound again", card.unbind, card.bind),
+        ("no file", card.device_node.unlink, lambda: card.device_node.symlink_to(file)),
+        ("reset", card.reset, card.post_reset),
+        ("dead", card.die, card.revive),
+        ("unreadable", lambda: card.fail("tt_serial"), lambda: card.restore("tt_serial")),
+        ("frozen", card.freeze, card.thaw),
+        ("hot", lambda: card.heat(80.25), lambda: card.heat(40)),
+        ("tripped", card.trip, node.tick),
+        ("silent", card.silence, card.speak),
+    ]
+    lines = []
+    for title, happens, ends in steps:
+        watched = WatchedNode(node, temperature_limit=80)
+        watched.look()
+        happens()
+        for _ in range(3):
+            node.tick()
+            watched.now += 10
+            watched.look()
+        lines.append(f"{title}: {watched.kind(card.bdf)}: {watched.chips[card.bdf].reason}\n")
+        ends()
+    watched.look(blocked=frozenset({card.bdf}))
+    lines.append(f"blocked: {watched.chips[card.bdf].reason}\n")
+    golden("reasons", "".join(lines).replace(str(node.root), "ROOT"))
+
+
 # -- answers ---------------------------------------------------------------------------------------
 
 # Numbers run against the addresses, as a reload of the driver can leave them.
@@ -328,7 +369,6 @@ REPLICAS = [f"{bdf(1)}::0", f"{bdf(1)}::1", f"{bdf(3)}::0"]
         ([["x" * 100_000]], "NOT_FOUND", "tenstorrent.com/n150 has no device 'x"),
         ([[bdf(2)]], "FAILED_PRECONDITION", f"device {bdf(2)}: it is ill"),
         ([[bdf(4)]], "FAILED_PRECONDITION", f"device {bdf(4)} is reserved for the pod that"),
-        ([REPLICAS], "INVALID_ARGUMENT", "3"),
     ],
 )
 def test_an_impossible_allocation_is_refused(
@@ -336,29 +376,27 @@ def test_an_impossible_allocation_is_refused(
 ) -> None:
     """With the code of the cause, and a message of one line."""
     chips = [chip(1), chip(2, fault=Kind.HOT), chip(3), chip(4)]
-    sharing = Sharing(resources=(SharedResource("n150", 2),))
-    settings = (
-        Settings(sharing=sharing) if containers == [REPLICAS] else Settings(exclude=(bdf(4),))
-    )
-    held = hold("n150", bdf(4), buses=[4])
-    resource = decide(chips, settings, [held]).resources["tenstorrent.com/n150"]
+    held = [hold("n150", bdf(4), buses=[4])]
+    (resource,) = decide(chips, Settings(exclude=(bdf(4),)), held).resources.values()
 
+    ttdp.check_request(resource, [[bdf(1), bdf(3)]])
+    assert resource.refused == {bdf(2), bdf(4)}
     with pytest.raises(RequestError) as refused:
         ttdp.check_request(resource, containers)
-
     found, message = refused.value.args
     assert found.name == code and reason in message and len(message) < 400
-    ttdp.check_request(
-        resource, [[each] for each in resource.devices if each not in resource.refused]
-    )
 
 
 def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
     """Then it gets the distinct devices behind its replicas, once each."""
-    sharing = Sharing(fail_requests_greater_than_one=False, resources=(SharedResource("n150", 2),))
-    (resource,) = decide([chip(1), chip(3)], Settings(sharing=sharing)).resources.values()
-
-    ttdp.check_request(resource, [REPLICAS])
+    entry = (SharedResource("n150", 2),)
+    for is_strict in (True, False):
+        sharing = Sharing(fail_requests_greater_than_one=is_strict, resources=entry)
+        (resource,) = decide([chip(1), chip(3)], Settings(sharing=sharing)).resources.values()
+        ttdp.check_request(resource, [[each] for each in REPLICAS])
+        with pytest.raises(RequestError) if is_strict else contextlib.nullcontext() as refused:
+            ttdp.check_request(resource, [REPLICAS])
+        assert not refused or refused.value.args[0].name == "INVALID_ARGUMENT"
     assert [each.address for each in resource.chips([*REPLICAS, "gone"])] == [bdf(1), bdf(3)]
 
 
@@ -394,18 +432,3 @@ def test_a_label_of_a_metric_can_have_any_value(value: str) -> None:
     line = found.text().split("\n", 2)[2].removesuffix("\n")
     match = re.fullmatch(r'tt_x\{label="((?:[^"\\\n]|\\[\\n"])*)"\} 1', line)
     assert match and re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), match[1]) == value
-
-
-def test_every_metric_has_a_help_text_and_a_type() -> None:
-    """Once, before its samples; a help text is a sentence, as Prometheus shows it alone."""
-    decision = NODES["mixed"]
-    text = ttdp.chip_metrics(decision) + ttdp.plugin_metrics(decision, {}, COUNTS, 1.5e9)
-
-    comments = re.findall(r"^# HELP (\S+) (.*)\n# TYPE (\S+) (\S+)\n(\S+?)[{ ]", text, re.MULTILINE)
-    wanted = {f"tt_device_{name}" for name in ttdp.CHIP_METRICS}
-    wanted |= {f"tt_{name}" for name in ttdp.PLUGIN_METRICS}
-    assert sorted(name for name, *_ in comments) == sorted(wanted)
-    for name, help, typed, kind, first in comments:
-        assert name == typed == first
-        assert kind == ("counter" if name.endswith("_total") else "gauge")
-        assert re.fullmatch(r"[A-Z].* .*\.", help), help

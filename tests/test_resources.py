@@ -95,12 +95,6 @@ def test_the_list_has_health_and_numa_nodes() -> None:
     assert resources["tenstorrent.com/n150"].refused == {bdf(2)}
 
 
-def test_a_chip_without_a_valid_device_file_since_boot_is_no_device() -> None:
-    """One that had one stays a device."""
-    never, formerly = chip(1)._replace(is_listed=False), chip(2, present=False)
-    assert reasons([never, formerly]) == {"n150": {bdf(2): gone(2)}}
-
-
 # -- boards and their places -----------------------------------------------------------------------
 
 
@@ -295,29 +289,17 @@ def test_a_shared_device_is_withheld_if_a_pod_has_its_chip_under_another_name(
     assert holders == ["default/train" if is_withheld else None]
 
 
-def test_a_chip_belongs_to_what_the_configuration_gives_before_what_only_a_hold_lists() -> None:
-    """Reports name one resource and device for each chip."""
-    found = decide(FOUR[:2], ARCH, [HELD, hold("n150", bdf(9), buses=[9])]).devices
-
-    names = {address: (resource.short_name, each.id) for address, (resource, each) in found.items()}
-    assert names == {ONE: ("wormhole", ONE), TWO: ("wormhole", TWO), bdf(9): ("n150", bdf(9))}
-
-
+SHARED = [
+    Sharing(),
+    Sharing(resources=(SharedResource("n150", 2), SharedResource("p300-board", 2, "pair"))),
+    Sharing(resources=(SharedResource("n150", 2, "half", (bdf(2),)),)),
+]
 configurations = st.builds(
     Settings,
     unit=st.sampled_from(["chip", "board"]),
     resource_naming=st.sampled_from(["board", "arch"]),
     exclude=st.sampled_from([(), (), (bdf(2),)]),
-    sharing=st.builds(
-        Sharing,
-        resources=st.sampled_from(
-            [
-                (),
-                (SharedResource("n150", 2), SharedResource("p300-board", 2, "pair")),
-                (SharedResource("n150", 2, "half", (bdf(2),)),),
-            ]
-        ),
-    ),
+    sharing=st.sampled_from(SHARED),
 )
 states = st.sampled_from([{}, {}, {"fault": Kind.STALLED}, {"present": False}, None])
 
@@ -336,13 +318,14 @@ def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Hold]:
     found: list[Hold] = []
     owners: dict[str, tuple[str, str]] = {}
     for name, resource in resources.items():
-        for identifier, device in resource.devices.items():
+        for device_id, device in resource.devices.items():
             owner = (name, device.id)
             is_free = {owners.get(each, owner) for each in device.addresses} == {owner}
             if not device.reason and is_free and draw(st.booleans()):
                 owners |= dict.fromkeys(device.addresses, owner)
-                found.append(Hold(name, frozenset([identifier]), "", device.addresses))
-    return [each._replace(pod=f"u{number}") for number, each in enumerate(found)]
+                pod = f"u{len(found)}"
+                found.append(Hold(name, frozenset([device_id]), "", device.addresses, pod=pod))
+    return found
 
 
 def advertised(found: dict[str, Resource], held: set[tuple[str, str]]) -> list[tuple[str, Device]]:
