@@ -32,7 +32,7 @@ VALUES: dict[str, tuple[Callable[[Reading], Any], str]] = {
     "tt_serial": (lambda reading: reading.identity.serial, "[0-9A-F]{16}"),
     "tt_asic_id": (lambda reading: reading.identity.asic_id, "[0-9A-F]{16}"),
     "tt_fw_bundle_ver": (lambda reading: reading.identity.firmware, r"\d+(\.\d+)+"),
-    "tt_therm_trip_count": (lambda reading: reading.trips, r"\d+"),
+    "tt_therm_trip_count": (lambda reading: reading.trips, r"-?\d+"),
     "temp1_input": (lambda reading: reading.temperature, r"\d+"),
     "temp1_max": (lambda reading: reading.throttles_at, r"\d+"),
     "tt_heartbeat": (lambda reading: reading.heartbeat, r"-?\d+"),
