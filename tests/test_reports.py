@@ -26,15 +26,10 @@ from tests.world.watched import WatchedNode
 from ttdp import (
     Chip,
     Decision,
-    Edits,
-    Fault,
     Kind,
     Mount,
     Problem,
-    Reading,
     Registration,
-    RequestError,
-    Samples,
     Settings,
     SharedResource,
     Sharing,
@@ -60,17 +55,20 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 # -- nodes -----------------------------------------------------------------------------------------
 
-PROCESSES: list[dict[str, object]] = [
-    {"pid": pid, "command": "python3", "of_pod": True} for pid in (7, 8)
-]
-SENSORS = {sensor.attribute: 10.0 + n for n, sensor in enumerate(ttdp.SENSORS)}
 PAIR: dict[str, Any] = {"serial": "0000046131842007", "firmware": "19.5.2.0"}
 N150_ID: dict[str, Any] = {"serial": "A" * 16, "asic_id": "C" * 16, "firmware": "19.4.0.0"}
+ALL_VALUES: dict[str, Any] = {
+    "temperature": 41.5,
+    "throttles_at": 90.0,
+    "trips": 3,
+    "sensors": {sensor.attribute: 10.0 + n for n, sensor in enumerate(ttdp.SENSORS)},
+    "processes": [{"pid": pid, "command": "python3", "of_pod": True} for pid in (7, 8)],
+}
 
 
 def measured(each: Chip, **values: Any) -> Chip:
     """Return a chip with a reading of these values."""
-    return each._replace(reading=Reading(each.function, 1.0, **values))
+    return each._replace(reading=ttdp.Reading(each.function, 1.0, **values))
 
 
 def faulty(each: Chip, since: float, **function: Any) -> Chip:
@@ -80,19 +78,11 @@ def faulty(each: Chip, since: float, **function: Any) -> Chip:
 
 
 ABSENT = {"number": None, "path": ""}
+HOT = measured(chip(3, "p150a", number=2, fault=Kind.HOT), temperature=91.0, processes=[])
 MIXED = [
-    measured(
-        chip(1, numa_node=0, **N150_ID),
-        temperature=41.5,
-        throttles_at=90.0,
-        trips=3,
-        sensors=SENSORS,
-        processes=PROCESSES,
-    ),
+    measured(chip(1, numa_node=0, **N150_ID), **ALL_VALUES),
     faulty(chip(2, number=1, fault=Kind.STALLED), 100.0),
-    faulty(
-        measured(chip(3, "p150a", number=2, fault=Kind.HOT), temperature=91.0, processes=[]), 200.25
-    ),
+    faulty(HOT, 200.25),
     chip(4, "p300c", number=3, numa_node=1, asic_id="4" * 16, **PAIR),
     faulty(chip(5, "p300c", asic_id="5" * 16, **PAIR), 904.5, on_bus=False, driver=None, **ABSENT),
     faulty(chip(6, "n300"), 1.0, driver="vfio-pci", **ABSENT)._replace(is_listed=False),
@@ -211,11 +201,11 @@ def test_what_others_are_told_of_a_node_is_as_it_was(
 
 
 def ill(kind: Kind, text: str, **identity: Any) -> Chip:
-    return chip(1, **identity)._replace(telemetry_fault=Fault(kind, text))
+    return chip(1, **identity)._replace(telemetry_fault=ttdp.Fault(kind, text))
 
 
 WELL, KNOWN = chip(1), chip(1, **N150_ID)
-HOT = ill(Kind.HOT, "too hot: 96 °C", **N150_ID)
+WARM, WARMER = (ill(Kind.HOT, f"too hot: {degrees} °C", **N150_ID) for degrees in (96, 97))
 DEAD = ill(Kind.NO_RESPONSE, "chip does not respond", **N150_ID)
 P300S = [chip(bus, "p300c", **PAIR) for bus in (1, 2)]
 BY_BOARD, OUT = Settings(unit="board"), Settings(exclude=(bdf(1),))
@@ -227,8 +217,8 @@ STORIES: dict[str, list[tuple[str, Decision, list[Problem]]]] = {
         ("found", decide([WELL]), []),
         ("its firmware reports", decide([KNOWN]), []),
         ("the same again", decide([KNOWN]), []),
-        ("hot", decide([HOT]), []),
-        ("hotter: no line", decide([ill(Kind.HOT, "too hot: 97 °C", **N150_ID)]), []),
+        ("hot", decide([WARM]), []),
+        ("hotter: no line", decide([WARMER]), []),
         ("dead", decide([DEAD]), []),
         ("well", decide([KNOWN]), []),
         ("excluded", decide([KNOWN], OUT), []),
@@ -268,7 +258,7 @@ def test_each_change_is_one_line_of_the_log(golden: Golden, name: str) -> None:
 def test_each_fault_has_one_reason_with_the_command_that_helps(
     node: SimulatedNode, golden: Golden, stalls: None
 ) -> None:
-    """It comes last, so that it can be pasted; nobody is told to take a card from another driver."""
+    """It comes last, so that it can be pasted; none takes a card from another driver."""
     (card,) = node.add("p150a")
     file = node.borrowed(*node.number_of(0))
     steps: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
@@ -311,7 +301,7 @@ ADDRESSES = "0000:03:00.0,0000:0a:00.0,0000:c1:00.0"
 MOUNTS = (Mount("/srv/m", "/m", True), Mount("/run/locks/n150", "/dev/shm"))
 
 
-def edits(chips: list[Chip], links: Mapping[str, str] | None = None, **settings: Any) -> Edits:
+def edits(chips: list[Chip], links: Mapping[str, str] | None = None, **settings: Any) -> ttdp.Edits:
     return ttdp.container_edits(chips, links or {}, Settings(**settings), MOUNTS, "a token")
 
 
@@ -381,7 +371,7 @@ def test_an_impossible_allocation_is_refused(
 
     ttdp.check_request(resource, [[bdf(1), bdf(3)]])
     assert resource.refused == {bdf(2), bdf(4)}
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(ttdp.RequestError) as refused:
         ttdp.check_request(resource, containers)
     found, message = refused.value.args
     assert found.name == code and reason in message and len(message) < 400
@@ -394,7 +384,7 @@ def test_a_container_gets_one_replica_unless_more_are_allowed() -> None:
         sharing = Sharing(fail_requests_greater_than_one=is_strict, resources=entry)
         (resource,) = decide([chip(1), chip(3)], Settings(sharing=sharing)).resources.values()
         ttdp.check_request(resource, [[each] for each in REPLICAS])
-        with pytest.raises(RequestError) if is_strict else contextlib.nullcontext() as refused:
+        with pytest.raises(ttdp.RequestError) if is_strict else contextlib.nullcontext() as refused:
             ttdp.check_request(resource, [REPLICAS])
         assert not refused or refused.value.args[0].name == "INVALID_ARGUMENT"
     assert [each.address for each in resource.chips([*REPLICAS, "gone"])] == [bdf(1), bdf(3)]
@@ -426,7 +416,7 @@ def test_labels_are_valid_whatever_versions_are_reported(firmware: str, driver: 
 @given(st.text('ab"\\\n\r\t\x00\x85é\u2028😀'))
 def test_a_label_of_a_metric_can_have_any_value(value: str) -> None:
     """In one line; backslashes, quotes and newlines are escaped as the format requires."""
-    found = Samples("tt_", {"x": "X."})
+    found = ttdp.Samples("tt_", {"x": "X."})
     found.add("x", 1, label=value)
 
     line = found.text().split("\n", 2)[2].removesuffix("\n")
