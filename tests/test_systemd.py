@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
 import stat
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 
 import ttdp
 from tests.conftest import kubelet_of, plugin_sockets
-from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import (
     ROOT,
@@ -31,39 +28,22 @@ from tests.world.processes import (
     until,
 )
 
-Launch = Callable[..., Coroutine[Any, Any, Service]]
-N150 = "tenstorrent.com/n150"
+P300 = "tenstorrent.com/p300"
 AS_THE_UNIT = ["sh", "-c", 'umask 0077; exec "$0" "$@"', "env", "--default-signal=HUP"]
 
-
-@pytest.fixture
-def config(directory: Path) -> Path:
-    """The daemon's configuration."""
-    file = directory.with_name("config.toml")
-    file.write_text(f'device_plugin_dir = "{directory}"\n')
-    return file
+# -- the daemon's life -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-async def launch(node: SimulatedNode, directory: Path, config: Path) -> AsyncIterator[Launch]:
-    """Starts the daemon on the node as a service; it is ended at the end."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def start(*, notify: str = "notify", **environ: str) -> Service:
-            flags = [f"--config-file={config}", *node.flags, *outlet_flags(directory.parent)]
-            command = [*AS_THE_UNIT, *SIMULATION, "run", *flags]
-            service = Service(command, environment(ROOT, **environ), directory.with_name(notify))
-            return await stack.enter_async_context(service)
-
-        yield start
-
-
-async def reload(service: Service) -> str:
-    """Send SIGHUP; return the notification that begins the reload, after the one that ends it."""
-    service.send(signal.SIGHUP)
-    begin = await service.note("RELOADING=1")
-    await service.note("READY=1")
-    return begin.text
+async def service(node: SimulatedNode, directory: Path, ticking: None) -> AsyncIterator[Service]:
+    """The daemon as a process, on a node with an n150 whose reads block, an n150 and a p300c."""
+    node.add("n150")[0].block()
+    node.add("n150")
+    node.add("p300c")
+    flags = [f"--device-plugin-dir={directory}", *node.flags, *outlet_flags(directory.parent)]
+    command = [*AS_THE_UNIT, *SIMULATION, "run", *flags]
+    async with Service(command, environment(ROOT), directory.with_name("notify")) as running:
+        yield running
 
 
 async def end_without_traceback(service: Service, number: int = signal.SIGTERM) -> None:
@@ -72,85 +52,29 @@ async def end_without_traceback(service: Service, number: int = signal.SIGTERM) 
     assert not [line for line in service.said if "Traceback" in line or " ERROR " in line]
 
 
-# -- ready and status ------------------------------------------------------------------------------
-
-
-async def test_is_ready_without_a_kubelet(
-    node: SimulatedNode, launch: Launch, directory: Path
+async def test_is_ready_without_a_kubelet_and_though_a_read_blocks(
+    node: SimulatedNode, service: Service, directory: Path
 ) -> None:
-    """In a directory that the daemon has created (0750); the kubelet is registered with later."""
-    node.add("n300")
-    node.add("p300c")
-    service = await launch()
+    """In a directory that the daemon has created (0750); the kubelet is registered with later.
+
+    Nor does its end wait for the read, or for a container that waits for a chip; Ctrl-C is SIGINT.
+    """
     await service.note("READY=1")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o750
-    devices = "1 × tenstorrent.com/n300, 1 healthy; 2 × tenstorrent.com/p300, 2 healthy"
+    devices = "2 × tenstorrent.com/n150, 2 healthy; 2 × tenstorrent.com/p300, 2 healthy"
     waiting = f"waiting for kubelet ({directory}/kubelet.sock does not exist)"
     assert await service.status("waiting") == f"{devices}; {waiting}"
 
     async with kubelet_of(node, directory) as kubelet:
-        await kubelet.registered("tenstorrent.com/n300")
-        await kubelet.registered("tenstorrent.com/p300")
-        assert len(plugin_sockets(directory)) == 2
-    assert service.heard.count("READY=1") == 1
+        await kubelet.registered("tenstorrent.com/n150")
+        await kubelet.run_pod("first", P300, 2)
+        kubelet.force_delete("first")
+        await kubelet.admit("second", "main", {P300: 1})
+        await service.wait_for(lambda: "start waits" in "".join(service.said), "the wait")
+        assert service.heard.count("READY=1") == 1
 
-
-async def test_neither_start_nor_end_waits_for_a_read_that_blocks(
-    node: SimulatedNode, launch: Launch
-) -> None:
-    """The driver can block it for ten seconds; the thread is left behind."""
-    node.add("n150")[0].block()
-    node.add("n150")
-    service = await launch()
-    await service.note("READY=1")
-    await end_without_traceback(service)
-
-
-# -- reload ----------------------------------------------------------------------------------------
-
-
-async def test_a_reload_is_between_reloading_and_ready(
-    node: SimulatedNode, launch: Launch, config: Path
-) -> None:
-    """RELOADING=1 has the time on the monotonic clock; at READY=1 the settings are in force."""
-    node.add("p150a")
-    service = await launch(TTDP_UNTI="board")
-    await service.note("READY=1")
-    config.write_text(f'{config.read_text()}resource_naming = "card"\n')
-    before = time.monotonic_ns() // 1000
-
-    match = re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=(\d+)", await reload(service))
-
-    assert match and before <= int(match[1]) <= time.monotonic_ns() // 1000
-    statuses = [text for text in service.heard if text.startswith("STATUS=")]
-    assert statuses[-1].startswith("STATUS=1 × tenstorrent.com/p150a")
-    # An unknown variable is one line at the start, and at each reload: somebody believes in it.
-    await service.stop()
-    assert sum("'TTDP_UNTI'" in line and "WARNING" in line for line in service.said) == 2
-
-
-async def test_a_rejected_configuration_is_shown_until_it_is_valid_again(
-    node: SimulatedNode, launch: Launch, config: Path
-) -> None:
-    """The old one stays in force; one line, and the status, name file, key and valid values."""
-    node.add("p150a")
-    service = await launch()
-    await service.note("READY=1")
-    valid = config.read_text()
-
-    config.write_text('resource_naming = "size"\nlog_level = "debug"\n')
-    await reload(service)
-    rejected = "the configuration was rejected at the last reload"
-    await service.status("1 × tenstorrent.com/p150", rejected, "resource_naming: 'size'")
-
-    config.write_text(valid)
-    await reload(service)
-    assert rejected not in await service.status("1 × tenstorrent.com/p150")
-
-    await service.stop()
-    (line,) = [line for line in service.said if str(config) in line]
-    assert "resource_naming: 'size'" in line and "board, card or arch" in line
-    assert not any(" DEBUG " in line for line in service.said)
+        await end_without_traceback(service, signal.SIGINT)
+        assert "STOPPING=1" in service.heard and plugin_sockets(directory) == []
 
 
 def handles_hup(pid: int) -> bool:
@@ -161,68 +85,16 @@ def handles_hup(pid: int) -> bool:
     return is_handled and "python" in os.readlink(f"/proc/{pid}/exe")
 
 
-async def test_a_reload_at_any_moment_of_the_start_ends_nothing(
-    node: SimulatedNode, launch: Launch
-) -> None:
+async def test_a_reload_at_any_moment_of_the_start_ends_nothing(service: Service) -> None:
     """SIGHUP every few milliseconds until READY=1; the configuration is read again then."""
-    node.add("n150")
-    service = await launch()
     await until(lambda: handles_hup(service.pid))
-
     service.send(signal.SIGHUP)  # on a busy machine it can be ready before the first one
     while "READY=1" not in service.heard:
         await asyncio.sleep(0.003)
         service.send(signal.SIGHUP)
 
-    await service.wait_for(lambda: any("reloaded" in line for line in service.said), "the reload")
+    await service.wait_for(lambda: "configuration reloaded" in "".join(service.said), "the reload")
     await end_without_traceback(service)
-
-
-# -- the end, and other daemons --------------------------------------------------------------------
-
-
-async def test_it_ends_with_status_0_and_removes_its_sockets(
-    node: SimulatedNode, launch: Launch, kubelet: Kubelet, directory: Path
-) -> None:
-    """Also while a container waits for a chip, whose call fails, as the kubelet calls again.
-
-    SIGINT is Ctrl-C's; the other tests end it as systemd does, by SIGTERM.
-    """
-    node.add("n150")
-    node.add("p150a")
-    service = await launch()
-    await kubelet.registered("tenstorrent.com/p150")
-    await kubelet.run_pod("first", N150)
-    kubelet.force_delete("first")
-    await kubelet.admit("second", "main", {N150: 1})
-    await service.wait_for(lambda: any("start waits" in line for line in service.said), "the wait")
-
-    await end_without_traceback(service, signal.SIGINT)
-
-    assert "STOPPING=1" in service.heard and plugin_sockets(directory) == []
-
-
-async def test_a_second_daemon_ends_and_the_first_goes_on(
-    node: SimulatedNode, launch: Launch, kubelet: Kubelet, directory: Path
-) -> None:
-    """Status 75, and one line with the directory. A daemon that was killed has no directory."""
-    node.add("n150")
-    first = await launch()
-    await first.note("READY=1")
-    second = await launch(notify="second")
-
-    assert await second.ended() == 75
-
-    (line,) = second.said
-    assert line.endswith(f"{directory} is in use by another tt-device-plugin; exiting")
-    assert not any(text.startswith("READY") for text in second.heard)
-    await kubelet.registered(N150)
-
-    await first.stop(signal.SIGKILL)
-    third = await launch(notify="third")
-    await third.note("READY=1")
-    await kubelet.wait_for(lambda: len(kubelet.find("registered")) == 2)
-    assert len(plugin_sockets(directory)) == 1
 
 
 # -- notifications ---------------------------------------------------------------------------------
