@@ -261,6 +261,16 @@ def test_each_fault_has_one_reason_with_the_command_that_helps(
     """It comes last, so that it can be pasted; none takes a card from another driver."""
     (card,) = node.add("p150a")
     file = node.borrowed(*node.number_of(0))
+    devices, hidden = card.class_directory.parent, node.root / "hidden"
+
+    def hide() -> None:
+        card.freeze()
+        devices.rename(hidden)
+
+    def show() -> None:
+        hidden.rename(devices)
+        card.thaw()
+
     steps: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
         ("well", node.tick, node.tick),
         ("vanished", card.vanish, card.come_back),
@@ -268,6 +278,7 @@ def test_each_fault_has_one_reason_with_the_command_that_helps(
         ("not loaded", node.unload_driver, node.load_driver),
         ("vfio-pci", lambda: card.bind_to("vfio-pci"), lambda: card.keep_for("(null)")),
         ("unbound again", card.unbind, card.bind),
+        ("no class device", hide, show),
         ("no file", card.device_node.unlink, lambda: card.device_node.symlink_to(file)),
         ("reset", card.reset, card.post_reset),
         ("dead", card.die, card.revive),
