@@ -10,7 +10,7 @@ name=tt-device-plugin
 source=$directory/source
 : "${SOURCE_DATE_EPOCH:?}"
 
-rm -rf "$source"
+rm -rf "$source" "$directory/${name}_"*
 mkdir -p "$source/debian"
 cp -r packaging/deb/. packaging/systemd/. "$source/debian"
 cp README.md CHANGELOG.md "$directory/$name.pyz" "$directory/$name.cdx.json" "$source"

@@ -7,9 +7,9 @@
     build_pyz.py --newer                        looks on PyPI for grpcio for a newer Python
 
 Wheels are downloaded, not compiled, so any machine can build for both architectures. pip accepts a
-file only if shiv.toml has its hash. A commit gives the same bytes, wherever and whenever it is built:
-modes and times are fixed, by SOURCE_DATE_EPOCH. The packed program differs from the source in one
-line, its version. shiv writes the zipapp, and bootstrap.py starts the program.
+file only if shiv.toml has its hash. A commit gives the same bytes, wherever and whenever it is
+built: modes are fixed, and times are SOURCE_DATE_EPOCH. The packed program differs from the source
+in one line, its version. shiv writes the zipapp, and bootstrap.py starts the program.
 """
 
 from __future__ import annotations
@@ -100,14 +100,11 @@ def fetch(
     settings: Mapping[str, Any], arch: str, hashes: Mapping[str, str], wheels: Path, tools: Path
 ) -> list[Path]:
     """Download the files of all ABIs into the directory `wheels`, and return them."""
+    only = settings["only"]
     texts = {}
     for abi in settings["abis"]:
-        only = settings["only"]
-        wanted = {
-            name: version
-            for name, version in settings["requirements"].items()
-            if abi in only.get(name, [abi])
-        }
+        versions = settings["requirements"].items()
+        wanted = {name: version for name, version in versions if abi in only.get(name, [abi])}
         texts[abi] = requirements(wanted, hashes)
 
     key = f"{arch}\n{texts}"
@@ -123,13 +120,11 @@ def fetch(
 
 
 def requirements(wanted: Mapping[str, str], hashes: Mapping[str, str]) -> str:
-    """Return pip's lines for these versions, with the hashes of their files, if any."""
-    lines = []
+    """Return a requirements file for pip: it takes only files with these hashes, if any."""
+    lines = ["--require-hashes\n"] if hashes else []
     for name, version in wanted.items():
         files = (f"{name}-{version}-", f"{name}-{version}.tar.gz")
         known = [f"--hash=sha256:{hashes[file]}" for file in hashes if file.startswith(files)]
-        if hashes and not known:
-            sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
         lines.append(" ".join([f"{name}=={version}", *known, "\n"]))
     return "".join(lines)
 
@@ -154,7 +149,7 @@ def run_pip(command: str, text: str, *options: str, python_path: Path | None = N
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", command]
         pip += ["--no-deps", f"--requirement={file.name}", *options]
         if subprocess.run(pip, env=environment).returncode:
-            sys.exit("pip cannot fetch the Python packages; without a network, build elsewhere")
+            sys.exit("pip cannot fetch the Python packages; is there a network?")
 
 
 def is_stamped(directory: Path, text: str) -> bool:
@@ -215,7 +210,7 @@ def look_for_newer_python(settings: Mapping[str, Any]) -> int:
 
 
 def stage(settings: Mapping[str, Any], files: Iterable[Path], version: str, tree: Path) -> None:
-    """Make the zipapp's tree of the files of all ABIs, which may differ in extension modules only."""
+    """Make the zipapp's tree. Exit if a file differs between ABIs."""
     patterns = [pattern for patterns in settings["strip"].values() for pattern in patterns]
     contents: dict[str, bytes] = {}
     for file in files:
@@ -239,7 +234,7 @@ def stage(settings: Mapping[str, Any], files: Iterable[Path], version: str, tree
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path below site-packages and content of each file in a wheel or in sdnotify's source."""
+    """Yield path below site-packages and content of each file of a wheel or sdnotify's source."""
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
             names = [name for name in wheel.namelist() if not name.endswith("/")]

@@ -44,8 +44,8 @@ $(DEMO): $(PACKAGED) build/version | $(VENV)/pyvenv.cfg
 	@echo 'building the demo, once: about 10 seconds'
 	@$(build-pyz) $(MACHINE) '$(PACKAGE_VERSION)' $@ --demo
 
-deb: $(ARCHES:%=$(DEB)%.deb)  ## build dist/*.deb, here or for ARCHES='amd64 arm64'
-	@sha256sum $^
+deb: deb-tools $(ARCHES:%=$(DEB)%.deb)  ## build dist/*.deb, here or for ARCHES='amd64 arm64'
+	@sha256sum $(filter %.deb,$^)
 
 # Former packages are removed, so that none of them is installed by mistake.
 $(ALL_ARCHES:%=$(DEB)%.deb): $(DEB)%.deb: build/%/tt-device-plugin.pyz $(PACKAGED) | deb-tools
