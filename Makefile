@@ -27,7 +27,7 @@ test: $(VENV)/ready  ## run all tests that need no root: about two minutes
 test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz
 	@$(PY) -m tests.pythons $(PYTHONS)
 
-e2e: e2e-systemd e2e-pythons e2e-kubelet e2e-cgroup2  ## as root: test with real systemd, kubelets and containerd
+e2e: e2e-systemd e2e-pythons e2e-kubelet e2e-cgroup2  ## as root: test on real systems
 
 e2e-newcomer: $(VENV)/ready
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
@@ -65,8 +65,8 @@ clean:  ## delete all files that these targets make
 
 # An environment that can build the zipapp. Only Python 3.10 needs a package for that.
 $(VENV)/pyvenv.cfg:
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-		|| { echo 'python3 is missing: apt install --no-install-recommends python3-venv'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo 'this needs: apt install --no-install-recommends python3-venv'; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo 'Python 3.10 or later is required: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -m venv $(VENV)

@@ -14,12 +14,13 @@ rm -rf "$source" "$directory/${name}_"*
 mkdir -p "$source/debian"
 cp -r packaging/deb/. packaging/systemd/. "$source/debian"
 cp README.md CHANGELOG.md "$directory/$name.pyz" "$directory/$name.cdx.json" "$source"
+maintainer=$(sed -n 's/^Maintainer: //p' packaging/deb/control)
 cat >"$source/debian/changelog" <<END
 $name ($version) unstable; urgency=medium
 
   * See /usr/share/doc/$name/CHANGELOG.md.
 
- -- $(sed -n 's/^Maintainer: //p' packaging/deb/control)  $(LC_ALL=C date -uR -d "@$SOURCE_DATE_EPOCH")
+ -- $maintainer  $(LC_ALL=C date -uR -d "@$SOURCE_DATE_EPOCH")
 END
 # dpkg lowers later times to this one, but keeps earlier ones, which differ between checkouts.
 find "$source" -exec touch -d "@$SOURCE_DATE_EPOCH" {} +

@@ -6,10 +6,11 @@ MACHINE := $(shell dpkg --print-architecture 2>/dev/null \
 ARCHES ?= $(MACHINE)
 ALL_ARCHES := amd64 arm64
 PACKAGE_VERSION := $(shell packaging/version.sh)
-# The time of all files in the packages: that of the commit, or outside of git that of the sources.
-EPOCH := $(shell git -c 'safe.directory=*' log -1 --format=%ct 2>/dev/null || date -r CHANGELOG.md +%s)
-PACKAGED := ttdp.py shiv.toml README.md CHANGELOG.md $(wildcard generated/*.py packaging/*.*)
-PACKAGED += $(wildcard packaging/systemd/* packaging/deb/* packaging/deb/*/*)
+# The time of all files in the packages: that of the commit, or without git that of the sources.
+COMMITTED := $(shell git -c 'safe.directory=*' log -1 --format=%ct 2>/dev/null)
+EPOCH := $(or $(COMMITTED),$(shell date -r CHANGELOG.md +%s))
+SOURCES := ttdp.py shiv.toml README.md CHANGELOG.md generated packaging
+PACKAGED := $(shell find $(SOURCES) -type f ! -name '*.pyc')
 DEB := dist/tt-device-plugin_$(PACKAGE_VERSION)_
 
 # The address of the web server for the apt repository, and the key that signs it, as gpg knows it.
@@ -108,8 +109,9 @@ again = env -u MAKEFLAGS $(MAKE) --silent -C $(1) pyz deb PACKAGE_VERSION='$(PAC
 
 reproducible: $(VENV)/pyvenv.cfg
 	@rm -rf build/reproducible
-	@for place in $(ONE) $(TWO); do \
-		mkdir -p $$place && cp -r Makefile ttdp.py shiv.toml README.md CHANGELOG.md generated packaging $$place || exit; done
+	@mkdir -p $(ONE) $(TWO)
+	@cp -r Makefile $(SOURCES) $(ONE)
+	@cp -r Makefile $(SOURCES) $(TWO)
 	@find $(ONE) -exec touch -d 2001-09-09 {} +
 	@umask 022; export TZ=UTC LC_ALL=C; $(call again,$(ONE))
 	@umask 077; export TZ=Pacific/Auckland LC_ALL=C.UTF-8 HOME=/nonexistent PYTHONHASHSEED=42; \

@@ -32,7 +32,8 @@ sed -i "s/^$heading\$/## $version – $(date -u +%F)/" $place/CHANGELOG.md
 git -C $place commit --quiet --all --message "Release $version"
 commit=$(git -C $place rev-parse HEAD)
 echo "$checks, in $place"
-(cd $place && CI=true RELEASE=true bash -c "$checks") || refuse "$checks failed; nothing was changed"
+(cd $place && CI=true RELEASE=true bash -c "$checks") \
+    || refuse "$checks failed; nothing was changed"
 
 [ -z "$(git status --porcelain)" ] && git merge --quiet --ff-only "$commit" \
     || refuse 'main has changed during the checks; nothing was released'

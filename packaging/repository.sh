@@ -6,9 +6,9 @@
 # Packages already in the directory's pool stay, so nodes can go back to an earlier version. Beside
 # pool and indexes there are two files for nodes: tt-device-plugin.sources and the key.
 #
-# There is no Valid-Until. It would limit how long an attacker between node and server can replay old,
-# validly signed indexes to hide a new version. But if it is not renewed in time, `apt update` fails
-# on every node.
+# There is no Valid-Until. It would limit how long an attacker between node and server can replay
+# old, validly signed indexes to hide a new version. But if it is not renewed in time, `apt update`
+# fails on every node.
 set -euo pipefail
 url=$1 key=$2 directory=$3
 shift 3

@@ -18,7 +18,7 @@ from tests.world.processes import ROOT
 WIDTH = 80
 MAKEFILES = ("Makefile", "packaging/packaging.mk")
 INTERNAL = {"FORCE", "deb-tools", "repository-ready"}
-COMMANDS = ("bash", "sh", "make", "sed", "date", "dirname", "mkdir", "cmp", "git", "env", "uname")
+COMMANDS = ("bash", "sh", "make", "sed", "date", "dirname", "find", "mkdir", "cmp", "git", "uname")
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="NOT RUN: no make")
 
