@@ -48,13 +48,13 @@ $(DEMO): $(PACKAGED) build/version | $(VENV)/pyvenv.cfg
 deb: deb-tools $(ARCHES:%=$(DEB)%.deb)  ## build dist/*.deb, here or for ARCHES='amd64 arm64'
 	@sha256sum $(filter %.deb,$^)
 
-# Former packages are removed, so that none of them is installed by mistake.
+# Former packages are removed, so that none of them is installed by mistake; not the repository's.
 $(ALL_ARCHES:%=$(DEB)%.deb): $(DEB)%.deb: build/%/tt-device-plugin.pyz $(PACKAGED) | deb-tools
 	@SOURCE_DATE_EPOCH=$(EPOCH) $(PY) packaging/sbom.py $* '$(PACKAGE_VERSION)' \
 		>build/$*/tt-device-plugin.cdx.json
 	@SOURCE_DATE_EPOCH=$(EPOCH) packaging/build-deb.sh $* '$(PACKAGE_VERSION)' build/$*
 	@mkdir -p dist
-	@find dist -name 'tt-device-plugin_*' ! -name 'tt-device-plugin_$(PACKAGE_VERSION)_*' -delete
+	@find dist -maxdepth 1 -name 'tt-device-plugin_*' ! -name '*_$(PACKAGE_VERSION)_*' -delete
 	@cp build/$*/tt-device-plugin.cdx.json $(@:.deb=.cdx.json)
 	@cp build/$*/$(@F) $@
 
