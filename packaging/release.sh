@@ -35,7 +35,8 @@ echo "$checks, in $place"
 (cd $place && CI=true RELEASE=true bash -c "$checks") \
     || refuse "$checks failed; nothing was changed"
 
-[ -z "$(git status --porcelain)" ] && git merge --quiet --ff-only "$commit" \
-    || refuse 'main has changed during the checks; nothing was released'
+if [ -n "$(git status --porcelain)" ] || ! git merge --quiet --ff-only "$commit"; then
+    refuse 'main has changed during the checks; nothing was released'
+fi
 git tag --annotate "$tag" --message "tt-device-plugin $version" "$commit"
 echo "$tag is tagged. To publish it: git push origin main $tag"
