@@ -57,7 +57,7 @@ generate: $(VENV)/ready
 	@PYTHONPATH=. $(PY) packaging/options.py
 
 protoc = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) \
-	generated/deviceplugin.proto generated/podresources.proto
+	generated/deviceplugin.proto
 
 clean:  ## delete all files that these targets make
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

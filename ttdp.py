@@ -2512,8 +2512,10 @@ class Directories:
                 await rm.wait()
                 left += [f"{parent}/{name}" for name in os.listdir(directory) if name in names]
 
-        text = f"{abbreviate(sorted(left))} cannot be removed"
-        self.unremoved = Problem("directories", text) if left else None
+        more = f" (and {len(left) - 1} more)" if left[1:] else ""
+        self.unremoved = None
+        if left:
+            self.unremoved = Problem("directories", f"{min(left)} cannot be removed{more}")
 
     async def removed(self, timeout: float) -> None:
         """Wait until the removal under way has ended, but not longer."""
@@ -3115,8 +3117,8 @@ def conditions(decision: Decision, problems: Iterable[Problem]) -> dict[str, Con
             line = f"{chip.display_name}: {'unhealthy: ' if chip.fault else ''}{problem}"
             found[subject] = Condition(logging.WARNING, line, kind)
         elif kind:
-            end = f"{subject}: no longer {kind}"
-            line = f"{subject}: {problem}"
+            end = f"{subject} is no longer {kind}"
+            line = f"{subject} is {kind}: {problem}"
             found[f"{subject} {kind}"] = Condition(logging.WARNING, line, problem.text, end)
         else:
             line = f"{subject}: {problem}"
@@ -5019,7 +5021,7 @@ class Daemon:
 
         for path in _output_files(before) - _output_files(host.settings):
             host.files.keep(path, None)
-        self._must_publish = True
+        self._due["poll"] = -inf  # by the new interval from now on
 
 
 def _output_files(settings: Settings) -> set[str]:
