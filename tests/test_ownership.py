@@ -72,7 +72,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
 def taken_by(kubelet: Kubelet, pod: str) -> set[str]:
     """Return the chips that a pod was given, also if the kubelet has forgotten that."""
     admitted = [each for each in kubelet.find("admitted") if each.fields["pod"] == pod]
-    variables = dict(each.split("=", 1) for each in admitted[-1].fields["env"])
+    variables = dict(each.split("=", 1) for each in admitted[0].fields["env"])
     return set(variables[ttdp.ADDRESSES].split(","))
 
 
