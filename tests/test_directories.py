@@ -408,10 +408,11 @@ def test_a_directory_is_made_only_where_the_daemon_has_its_own(tmp_path: Path) -
     settings = Settings(root=str(tmp_path), hugepages="none", sharing=Sharing(lock_dir=""))
     here = tmp_path / "dev/hugepages" / ttdp.OWN_DIRECTORY / "one"
     there = tmp_path / "other" / ttdp.OWN_DIRECTORY / "one"
+    there.parents[1].mkdir()
 
     Directories().make_missing([str(here), str(there)], settings)
 
-    assert mode_of(here) == HUGEPAGES_MODE and not there.parent.parent.exists()
+    assert mode_of(here) == HUGEPAGES_MODE and not there.parent.exists()
 
 
 async def test_a_missing_directory_is_made_again_at_a_poll(

@@ -578,6 +578,21 @@ def test_an_unchanged_checkpoint_is_read_once(
     assert world.look() == {bdf(1)}
 
 
+def test_pods_are_looked_at_with_a_new_checkpoint_and_else_only_if_that_is_asked_for(
+    world: BookWorld,
+) -> None:
+    """It changes a hundred times more rarely than the loop turns."""
+    world.make_cgroup()
+    world.write(entry())
+    assert world.book.refresh(world.now, look=False)
+    assert {each.pod for each in world.current()} == {FIRST}
+
+    world.remove_cgroup()
+    assert not world.book.refresh(world.now, look=False)
+    assert world.current(), "by the last look"
+    assert not world.look()
+
+
 @pytest.mark.parametrize("failing", ["open", "listdir"])
 def test_the_daemons_own_error_ends_no_hold_and_loses_no_checkpoint(
     world: BookWorld, monkeypatch: pytest.MonkeyPatch, failing: str
