@@ -1075,7 +1075,7 @@ class Reading(NamedTuple):
 def read_chip(settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading | None:
     """Read a present chip; None if it is being removed, as the next scan will show.
 
-    Can block for ten seconds. Raises OSError for OWN_ERRORS only.
+    Can block for ten seconds. Raises OSError for errors that are not the chip's.
     """
     sensors = read_sensors(function)
     processes = processes_on(settings, function)
@@ -1192,6 +1192,11 @@ def _hertz(text: str) -> float | None:
     return None if number is None else number * 1e6
 
 
+def _lanes(text: str) -> float | None:
+    """Return the lanes of a link; None if there is no link, as in some virtual machines."""
+    return _number(text) or None
+
+
 def _transfers(text: str) -> float | None:
     """Return the transfers per second of a link; None if its speed is unknown."""
     match = re.match(r"([0-9]{1,4}(\.[0-9]+)?) GT/s", text)  # "16.0 GT/s PCIe", or "Unknown"
@@ -1225,10 +1230,12 @@ SENSORS = (
     Sensor("class", "tt_aiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "aiclk"}),
     Sensor("class", "tt_axiclk", "clock_hertz", _CLOCK, _hertz, {"clock": "axiclk"}),
     Sensor("class", "tt_arcclk", "clock_hertz", _CLOCK, _hertz, {"clock": "arcclk"}),
-    Sensor("pci", "current_link_width", "pcie_link_width", "PCIe lanes in use.", _number),
-    Sensor("pci", "max_link_width", "pcie_link_width_max", "PCIe lanes of the card.", _number),
+    Sensor("pci", "current_link_width", "pcie_link_width", "PCIe lanes in use.", _lanes),
+    Sensor("pci", "max_link_width", "pcie_link_width_max", "PCIe lanes of the card.", _lanes),
     Sensor("pci", "current_link_speed", _SPEED, "PCIe transfers per second.", _transfers),
-    Sensor("pci", "max_link_speed", f"{_SPEED}_max", "The same at full speed.", _transfers),
+    Sensor(
+        "pci", "max_link_speed", f"{_SPEED}_max", "PCIe transfers per second, at most.", _transfers
+    ),
     *(
         Sensor("pci", f"aer_dev_{each}", _ERRORS, _ERRORS_HELP, _total_errors, {"severity": each})
         for each in ("correctable", "nonfatal", "fatal")
@@ -3027,7 +3034,8 @@ def _labels_of(resource: Resource) -> dict[str, str]:
         "product": f"{product}-SHARED" if product and resource.replicas else product,
     }
     # One value for all devices, or none.
-    memory = {sum(chip.memory for chip in device.chips) for device in devices}
+    whole = [device for device in devices if not device.incomplete]
+    memory = {sum(chip.memory for chip in device.chips) for device in whole}
     if len(memory) == 1 and memory != {0}:
         labels["memory"] = str(memory.pop())
     return labels
@@ -3076,6 +3084,10 @@ def problems_of(decision: Decision) -> list[Problem]:
 
 def _missing_chips(decision: Decision) -> Iterator[Problem]:
     """Yield which boards are not whole: 1 of 2 chips of a p300, 7 of 8 of a Galaxy's tray."""
+    # The other chip of a p300 may be one that does not report its serial number.
+    if decision.offer.unplaced:
+        return
+
     chips = [chip for chip in decision.chips.values() if chip.is_listed]
     boards = defaultdict(list)
     for address, place in places(chips).items():
@@ -3664,10 +3676,9 @@ class StateFile:
             return
         document = {"format": self.FORMAT, "boot": self._boot, "chips": chips, "holds": holds}
         text = json.dumps(document)
-        if text == self._written:
-            return
         try:
-            replace_file(self._path, text, 0o600)
+            if text != self._written:
+                replace_file(self._path, text, 0o600)
             self._written, self.problem = text, None
         except OSError as error:
             problem = Problem("files", f"{self._path} cannot be written: {error.strerror}")

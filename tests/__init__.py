@@ -13,18 +13,14 @@ Layout, by chapter of ttdp.py:
     CONFIGURATION                     test_config
     INVENTORY                         test_inventory
     HEALTH                            test_health
-    CHIPS                             test_places, test_exclude
-    RESOURCES                         test_resources
+    CHIPS                             test_chips: over time; test_resources: their places
+    RESOURCES, DECISION               test_resources
     HOLDS                             test_holds, test_holds_explored, test_ownership,
                                       test_migration
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
-    CONTAINER EDITS, CDI AND LABELS   test_outputs
-    DECISION                          each of the above and below
-    REPORTS: log                      test_health, test_resources, test_exclude
-      labels                          test_outputs
-      metrics                         test_metrics
-      status, view                    test_list
+    CONTAINER EDITS, CDI AND LABELS   test_reports
+    REPORTS                           test_reports; the texts are in golden/reports
     THREADS                           test_readers
     FILES                             test_files
     SYSTEMD                           test_systemd
@@ -33,7 +29,7 @@ Layout, by chapter of ttdp.py:
     REQUESTS                          test_requests
     REGISTRATION                      test_session
     POD RESOURCES                     test_ownership
-    CONNECTIONS                       test_metrics, test_list
+    CONNECTIONS                       test_connections
     COMMAND LINE                      test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
@@ -50,7 +46,7 @@ other faults, as these:
                         one book of holds; test_ownership: that calls and loop obey the book;
                         test_sequences: all outputs together; e2e: that kubelets are like ours
     directories         test_holds: which one an answer names; test_directories: that it is there
-    reasons             test_health: their texts; test_list: that every output has the same one
+    a chip's faults     test_health: rules, each at its boundaries; test_chips: all, in any order
 
 The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
 of two pods with one ID as it is: for these, test_holds and test_directories have a test each. On a
@@ -67,6 +63,7 @@ Helpers:
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
     world/kubelet.py   the reference kubelet; its arguments select version and runtime
     world/reference.py plugins that are not ours
+    world/watched.py   a node's chips as the program knows them, with a clock
     world/book.py      a book of holds, with a checkpoint, cgroups and a clock
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/conftest.py    the map of e2e: nodes with a real kubelet, booted Debians, guests

@@ -1,14 +1,17 @@
-"""Files for others and the state file: that they follow, and that none is stale."""
+"""Files for others and the state file: they follow, none is stale, and none is a trap."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,25 +21,162 @@ from tests.conftest import StartDaemon
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, outlets, until
-from ttdp import (
-    ChipState,
-    HoldState,
-    Kind,
-    OutputFile,
-    SavedState,
-    Settings,
-    Start,
-    Vitals,
-)
+from ttdp import Inventory, Kind, OutputFiles, SavedHolds, SavedState, Settings, StateFile
 
 N150 = "tenstorrent.com/n150"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def problem(files: OutputFiles) -> str:
+    """Return the text of all problems."""
+    return " ".join(map(str, files.problems.values()))
+
+
+# -- files for others ------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_if_it_differs_and_removed_if_it_is_not_wanted(tmp_path: Path) -> None:
+    """It is a new one each time, and everybody can read it."""
+    path, files = tmp_path / "file", OutputFiles()
+    files.keep(str(path), None)
+
+    umask = os.umask(0o077)
+    files.keep(str(path), "one\n")
+    os.umask(umask)
+    assert (path.read_text(), mode_of(path)) == ("one\n", 0o644)
+    written = path.stat()
+    files.keep(str(path), "one\n")
+    assert path.stat() == written
+    for text in ("two\n", "one\nmore\n", ""):
+        files.keep(str(path), text)
+        assert path.read_text() == text
+
+    before = path.stat()
+    files.write(str(path), "")
+    assert path.stat().st_ino != before.st_ino or path.stat().st_mtime_ns > before.st_mtime_ns
+    files.keep(str(path), None)
+    assert [*tmp_path.iterdir()] == [] and problem(files) == ""
+
+
+def test_without_its_directory_a_file_is_not_wanted(tmp_path: Path) -> None:
+    """Nothing would read it. That is not a problem."""
+    path, files = str(tmp_path / "none/file"), OutputFiles()
+    files.keep(path, "text")
+    files.write(path, "text")
+    assert [*tmp_path.iterdir()] == [] and problem(files) == ""
+
+
+@pytest.mark.parametrize("operation", [OutputFiles.keep, OutputFiles.write])
+def test_a_file_that_cannot_be_written_is_a_problem_until_it_can_be(
+    tmp_path: Path, operation: Callable[[OutputFiles, str, str], None]
+) -> None:
+    """What is there stays, and nothing is left beside it."""
+    path, files = tmp_path / "file", OutputFiles()
+    path.mkdir()
+
+    for _ in range(2):
+        operation(files, str(path), "text")
+    assert problem(files) == f"{path} cannot be written: Is a directory"
+    assert [*tmp_path.iterdir()] == [path]
+
+    path.rmdir()
+    operation(files, str(path), "text")
+    assert path.read_text() == "text" and problem(files) == ""
+
+
+@pytest.mark.parametrize(
+    ("directory", "number", "command"),
+    [
+        ("/var/run/cdi", errno.EROFS, "; run: systemctl restart tt-device-plugin"),
+        ("/var/run/cdi", errno.ENOSPC, ""),
+        ("/srv", errno.EROFS, ""),
+    ],
+)
+def test_a_directory_that_is_newer_than_the_service_needs_a_restart(
+    monkeypatch: pytest.MonkeyPatch, directory: str, number: int, command: str
+) -> None:
+    """It is read-only in the service's mount namespace, unless the unit does not have it at all."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ttdp, "replace_file", fail)
+    files = OutputFiles()
+    files.write(f"{directory}/file", "text")
+    text = f"{directory}/file cannot be written: {os.strerror(number)}"
+    assert problem(files) == f"{text}{command}"
+
+
+def make_sparse_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(3 << 29)  # 1.5 GiB, without a block on disk
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as any_socket:
+        any_socket.bind(str(path))
+
+
+def at_once(work: Callable[..., object], *arguments: object) -> None:
+    """Do this: it may not block."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [os.mkfifo, make_sparse_file, make_socket, lambda path: path.symlink_to("/dev/zero")],
+    ids=["fifo", "sparse file", "socket", "link"],
+)
+def test_what_another_user_plants_neither_delays_the_daemon_nor_stays(
+    short_tmp: Path, plant: Callable[[Path], None]
+) -> None:
+    """In place of the file, of the new one, or where no file is wanted."""
+    path, files = short_tmp / "file", OutputFiles()
+    for text in ("text\n", None):
+        plant(path)
+        plant(short_tmp / ".file.new")
+        at_once(files.keep, str(path), text)
+        if text is None:
+            assert not os.path.lexists(path)
+        else:
+            assert path.read_text() == text and not path.is_symlink()
+            (short_tmp / ".file.new").unlink(missing_ok=True)
+            path.unlink()
+
+
+def test_a_link_planted_at_the_last_moment_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is created, never opened."""
+    victim, link = tmp_path / "victim", tmp_path / ".file.new"
+    victim.write_text("precious")
+    genuine = os.open
+
+    def plant_and_open(path: str, *arguments: Any, **more: Any) -> int:
+        if path == str(link):
+            link.symlink_to(victim)
+        return genuine(path, *arguments, **more)
+
+    monkeypatch.setattr("os.open", plant_and_open)
+    files = OutputFiles()
+    files.write(f"{tmp_path}/file", "text")
+
+    assert victim.read_text() == "precious" and "File exists" in problem(files)
+
+
+# -- the daemon's ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def paths(directory: Path) -> dict[str, Path]:
     """The paths of files for others, by the key of their setting; no directory exists."""
     found = {key: Path(path) for key, path in outlets(directory.parent).items()}
-    del found["pod_resources_socket"]
     found["cdi_dir"] /= ttdp.CDI_FILE
     found["labels_dir"] /= ttdp.LABELS_FILE
     return found
@@ -50,259 +190,97 @@ def places(paths: dict[str, Path]) -> dict[str, Path]:
     return paths
 
 
-def described(file: Path) -> dict[str, str]:
-    """The device files by device in a CDI file; none without a file."""
-    return ttdp.cdi_nodes(file.read_text()) if file.is_file() else {}
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def device_files(node: SimulatedNode) -> dict[str, str]:
-    """What a CDI file must contain now."""
-    return {chip.bdf: str(chip.device_node) for chip in node.chips if chip.ordinal is not None}
-
-
-@contextmanager
-def no_room(file: Path) -> Iterator[None]:
-    """A new version of a file cannot be written: its name is a directory's, for root, too."""
-    obstacle = file.with_name(f".{file.name}.new")
-    obstacle.mkdir()
-    yield
-    obstacle.rmdir()
+def has_cdi(file: Path, node: SimulatedNode) -> bool:
+    """Return whether a CDI file has exactly the present device files."""
+    present = {each.bdf: str(each.device_node) for each in node.chips if each.ordinal is not None}
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        devices = json.loads(file.read_text())["devices"]
+        nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in devices}
+        every = [each["hostPath"] for each in nodes.pop("all")]
+        found = {name: each[0]["hostPath"] for name, each in nodes.items()}
+        return found == present and sorted(every) == sorted(present.values())
+    return False
 
 
 async def test_the_files_follow_the_chips_and_outlive_the_daemon(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, places: dict[str, Path]
 ) -> None:
-    """They are current when chips are advertised, also while the daemon waits for other chips.
-
-    Then they follow by events, with polls an hour apart; everybody can read them.
-    """
-    first, second, third = [*node.add("n150"), *node.add("n150"), *node.add("n150")]
-    third.unbind()
+    """By events, with polls an hour apart; a stale one is replaced before READY=1."""
+    first, second = [*node.add("n150"), *node.add("n150")]
     cdi, features = places["cdi_dir"], places["labels_dir"]
-    cdi.write_text(ttdp.cdi_spec([chip(1).function], Settings(), ()) or "")
+    cdi.write_text("stale")
 
-    daemon = await start(interval=3600, device_list_strategy="cdi")
-    await kubelet.registered(N150)
-    await kubelet.admit("pod", "main", {N150: 1})
-    assert described(cdi) == device_files(node) and not daemon.notified("READY=1")
-
-    third.vanish()
+    daemon = await start(interval=3600)
     await daemon.ready()
+    assert has_cdi(cdi, node) and N150 in places["metrics_file"].read_text()
 
     node.swap_ordinals(first.bdf, second.bdf)
-    await until(lambda: described(cdi) == device_files(node))
+    await until(lambda: has_cdi(cdi, node))
 
     second.vanish()
-    await until(lambda: [*described(cdi)] == [first.bdf])
-    await until(lambda: "n150.count=1\n" in features.read_text())
+    await until(lambda: has_cdi(cdi, node) and "n150.count=1\n" in features.read_text())
 
     first.vanish()
     await until(lambda: not cdi.exists() and "n150.count=0\n" in features.read_text())
 
     first.come_back()
-    await until(lambda: described(cdi) == device_files(node))
-
+    await until(lambda: has_cdi(cdi, node))
     await daemon.stop()
-    assert described(cdi) == device_files(node)
-    assert mode_of(cdi) == mode_of(features) == 0o644
+    assert has_cdi(cdi, node) and features.exists() and places["metrics_file"].exists()
 
 
 async def test_a_file_appears_with_its_directory_and_is_written_again(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, paths: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    node: SimulatedNode, start: StartDaemon, paths: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Within 5 s, metrics within 15 s, whatever the interval of polls. So are names of pods.
-
-    No line of the log reports a directory that does not exist.
-    """
-    monkeypatch.setattr(ttdp, "ROUND", 0.1)
-    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.1)
+    """At the next poll; no line reports a directory that does not exist."""
     node.add("n150")
-    daemon = await start(interval=3600)
-    await kubelet.registered(N150)
-    await kubelet.admit("pod", "main", {N150: 1})
-    await until(lambda: daemon.host.holds.names)
+    daemon = await start(interval=0.05)
+    await daemon.ready()
 
     for path in paths.values():
         path.parent.mkdir()
         await until(path.exists)
-
         path.unlink()
         await until(path.exists)
 
     paths["cdi_dir"].write_text("{}")
-    await until(lambda: paths["cdi_dir"].read_text() != "{}")
+    await until(lambda: has_cdi(paths["cdi_dir"], node))
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_the_metrics_file_is_written_every_15_seconds_though_polls_are_rare(
+    node: SimulatedNode, start: StartDaemon, places: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its time shows that the daemon is alive."""
+    assert ttdp.METRICS_INTERVAL == 15
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.05)
+    node.add("n150")
+    await start(interval=3600)
+    for _ in range(3):
+        await until(places["metrics_file"].exists)
+        places["metrics_file"].unlink()
 
 
 async def test_a_reload_moves_a_file_or_removes_it(
     node: SimulatedNode, start: StartDaemon, places: dict[str, Path], short_tmp: Path
 ) -> None:
-    """One that cannot be removed is tried again at each poll."""
+    """What the present configuration does not want is stale."""
     node.add("n150")
     other = short_tmp / "other"
     other.mkdir()
-    daemon = await start(interval=0.05)
-    await until(lambda: all(file.is_file() for file in places.values()))
-    features = places["labels_dir"]
-    features.unlink()
-    features.mkdir()  # which unlink() does not remove
+    daemon = await start(interval=3600)
+    await daemon.ready()
+    assert all(file.is_file() for file in places.values())
 
     daemon.reload(cdi_dir=str(other), labels_dir="", metrics_file="")
-    await until(lambda: described(other / ttdp.CDI_FILE) == device_files(node))
-    await until(lambda: not places["cdi_dir"].exists() and not places["metrics_file"].exists())
 
-    features.rmdir()
-    features.write_text("stale")
-    await until(lambda: not features.exists())
-
-
-async def test_the_next_daemon_removes_what_a_former_configuration_wanted(
-    node: SimulatedNode, start: StartDaemon, places: dict[str, Path], short_tmp: Path
-) -> None:
-    """Also what the last daemon could not remove."""
-    node.add("n150")
-    state = short_tmp / "state.json"
-    none = dict.fromkeys(places, "")
-    daemon = await start(interval=0.05, state_dir=str(short_tmp))
-    await until(lambda: all(path.is_file() for path in places.values()))
-    await until(lambda: str(places["metrics_file"]) in state.read_text())
-    await daemon.stop()
-
-    for path in places.values():
-        path.unlink()
-        path.mkdir()  # which unlink() does not remove
-    later = await start(interval=0.05, state_dir=str(short_tmp), **none)
-    await later.ready()
-    await later.stop()
-
-    for path in places.values():
-        path.rmdir()
-        path.write_text("stale")
-    await start(interval=0.05, state_dir=str(short_tmp), **none)
-    await until(lambda: not any(path.exists() for path in places.values()))
-    await until(lambda: '"files": []' in state.read_text())
-
-
-def test_a_file_that_cannot_be_written_is_removed_if_stale_and_written_when_it_can_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that is right is no problem; each failure is one line, however often it is met."""
-    path = tmp_path / "file"
-    file = OutputFile(str(path))
-    file.keep("old\n")
-
-    with no_room(path):
-        file.keep("old\n")
-        later = OutputFile(str(path))  # the next daemon's
-        later.keep("old\n")
-        assert path.read_text() == "old\n" and later.problem is None
-
-        for _ in range(3):
-            file.keep("new\n")
-            assert not path.exists()
-        assert file.problem == "cannot be written: Is a directory"
-
-        path.mkdir()  # which can neither be replaced nor removed
-        for _ in range(3):
-            file.keep("new\n")
-        path.rmdir()
-
-    failures = ["cannot be written", "is out of date and cannot be removed"]
-    assert caplog.messages == [f"{path} {each}: Is a directory" for each in failures]
-
-    file.keep("new\n")
-    assert path.read_text() == "new\n" and file.problem is None
-
-
-def test_a_link_planted_at_the_last_moment_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is created, never opened; the next attempt succeeds."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    file = OutputFile(f"{tmp_path}/x.prom")
-    link = tmp_path / ".x.prom.new"
-    link.symlink_to(victim)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.unlink", lambda _: None)  # as if it were planted afterwards
-        file.keep("text")
-        assert victim.read_text() == "precious" and link.is_symlink()
-
-    file.keep("text")
-    assert (tmp_path / "x.prom").read_text() == "text"
-
-
-# -- another user owns the directory ---------------------------------------------------------------
-
-
-def make_sparse_file(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(3 << 29)  # 1.5 GiB, without a block on disk
-
-
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_link(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as any_socket:
-        any_socket.bind(str(path))
-
-
-def bytes_read() -> int:
-    """Return how many bytes this process has read since it began."""
-    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line]
-    return int(line.split()[1])
-
-
-def at_once(work: Callable[[], object]) -> None:
-    """Do this: it may neither block nor read a megabyte."""
-    before = bytes_read()
-    thread = threading.Thread(target=work, daemon=True)  # a FIFO could keep it for ever
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive(), "it blocks"
-    assert bytes_read() - before < 1 << 20
-
-
-@pytest.mark.parametrize("plant", [make_fifo, make_sparse_file, make_link, make_socket])
-def test_what_another_user_plants_neither_delays_the_daemon_nor_stays(
-    short_tmp: Path, plant: Callable[[Path], None]
-) -> None:
-    """In place of the file, of the new one, or where no file is wanted."""
-    path, new = short_tmp / "file", short_tmp / ".file.new"
-    file = OutputFile(str(path))
-
-    with no_room(path):
-        plant(path)
-        at_once(lambda: file.keep("text\n"))
-        assert not os.path.lexists(path), "it goes, as it would be stale"
-
-    plant(path)
-    plant(new)
-    at_once(lambda: file.keep("text\n"))
-    assert path.read_text() == "text\n" and not path.is_symlink()
-    assert not os.path.lexists(new)
-
-    path.unlink()
-    plant(path)
-    at_once(lambda: file.keep(None))
-    assert not os.path.lexists(path)
+    await until(lambda: has_cdi(other / ttdp.CDI_FILE, node))
+    assert not any(file.exists() for file in places.values())
 
 
 # -- the state file --------------------------------------------------------------------------------
-
-NOW = 1000.0
 
 
 def set_boot_id(root: Path, boot: str | None) -> None:
@@ -320,118 +298,76 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(state_dir=str(tmp_path), root=str(tmp_path))
 
 
-def loaded(settings: Settings) -> SavedState:
-    """What a daemon that starts now knows."""
-    return ttdp.StateFile(settings).load()
+HELD = hold("n150", bdf(1), buses=[1], token="a token")._replace(
+    directories=("/dev/hugepages-1G/tt-device-plugin/a token",)
+)
+TRIPPED = chip(1, fault=Kind.TRIPPED, serial="A" * 16, numa_node=1).dated(904.5)
+ALL = [
+    TRIPPED,
+    chip(2, "p150a")._replace(is_listed=False),
+    chip(3, "n300"),
+]
+HOLDS = {
+    "holds": [HELD._asdict() | {"ids": [*HELD.ids], "chips": [*HELD.chips]}],
+    "allowed": {"u1": 990.5},
+}
 
 
-HELD = HoldState(
-    hold("n150", bdf(1), buses=[1])._replace(
-        name="a name",
-        directories=("/dev/hugepages-1G/tt-device-plugin/a name",),
-        locks="/run/ttdp/shm/n150",
-    ),
-    answered_at=NOW,
-    is_in_checkpoint=True,
-    cgroup_seen=True,
-    start=Start.AWAITED,
-    allowed_at=990.5,
-    containers=frozenset({"pause"}),
-)
-PENDING = HoldState(HELD.hold._replace(pod="", container="", name="other"), NOW)
-THEIRS = HoldState(
-    hold("n300", "0", buses=[], pod="u2")._replace(
-        device_files=("/dev/tenstorrent/0",), is_ours=False
-    ),
-    start=Start.OVER,
-)
-LASTING = Vitals(heartbeat=7, misses=2, trips=3, tripped_at=904.5, had_telemetry=True)
-TRIPPED = ChipState(
-    chip(1, fault=Kind.TRIPPED, serial="A" * 16, numa_node=1),
-    LASTING._replace(empty_since=12.25),
-    fault_kind="tripped",
-    since=904.5,
-)
+def chips_of(chips: list[ttdp.Chip]) -> dict[str, ttdp.Chip]:
+    return {each.address: each for each in chips}
 
 
 def save(settings: Settings) -> Path:
     """Save these, and return the file."""
-    chips = {bdf(1): TRIPPED, bdf(2): ChipState(chip(2, "p150a"))}
-    ttdp.StateFile(settings).save(
-        ["/x"],
-        {address: state.to_saved() for address, state in chips.items()},
-        [state.to_saved() for state in (HELD, THEIRS, PENDING)],
-    )
+    StateFile(settings).save(Inventory(chips_of(ALL)).to_saved(), HOLDS)
     return Path(str(settings.state_dir)) / "state.json"
 
 
 def test_chips_and_holds_survive_a_restart_of_the_daemon(settings: Settings) -> None:
-    """With their lasting faults; a chip is absent until it is seen again."""
-    save(settings)
+    """Those that are devices: identity, kind of fault and since when; they are to be seen again."""
+    assert mode_of(save(settings)) == 0o600
 
-    saved = loaded(settings)
+    saved = StateFile(settings).load()
 
-    assert saved.files == ["/x"]
-    assert saved.holds == [HELD, THEIRS, PENDING]
-    state = saved.chips[bdf(1)]
-    assert kind_of(state.chip) is Kind.GONE
-    assert state.chip.was_present and state.chip.is_listed
-    assert state.chip.identity == TRIPPED.chip.identity
-    assert state.to_saved() == TRIPPED.to_saved()
-
-
-def test_a_heartbeat_is_saved_only_while_it_has_stopped() -> None:
-    """A healthy node's file is the same after each poll, so it is not written."""
-
-    def saved(heartbeat: int, misses: int) -> object:
-        vitals = Vitals(heartbeat=heartbeat, misses=misses, had_telemetry=True)
-        return ChipState(chip(1), vitals).to_saved()
-
-    assert saved(7, misses=0) == saved(8, misses=0)
-    assert saved(7, misses=1) != saved(8, misses=1)
+    assert saved.holds == SavedHolds([HELD], {"u1": 990.5})
+    assert saved.chips.keys() == {bdf(1), bdf(3)}
+    found = saved.chips[bdf(1)]
+    assert (found.identity, found.kind, found.since) == (TRIPPED.identity, Kind.TRIPPED, 904.5)
+    assert found.is_listed and kind_of(found) is Kind.GONE
+    assert (
+        Inventory(saved.chips).to_saved() == Inventory({bdf(1): TRIPPED, bdf(3): ALL[2]}).to_saved()
+    )
 
 
 @pytest.mark.parametrize("boots", [("this", "next"), ("this", None), (None, "this"), (None, None)])
-def test_only_files_are_kept_unless_the_boot_is_the_same(
-    settings: Settings, tmp_path: Path, boots: tuple[str | None, str | None]
-) -> None:
-    """Pods and faults are new ones; files can outlive a reboot. None: there is no boot ID."""
-    before, after = boots
-    set_boot_id(tmp_path, before)
+def test_nothing_is_known_unless_the_boot_is_the_same(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    boots: tuple[str | None, str | None],
+) -> None:  # fmt: skip
+    """Without a boot ID there is no same boot. Neither this nor a first start is a line."""
+    set_boot_id(tmp_path, boots[0])
     save(settings)
+    set_boot_id(tmp_path, boots[1])
 
-    set_boot_id(tmp_path, after)
-
-    assert loaded(settings) == SavedState(["/x"])
-
-
-def test_without_a_state_file_or_directory_nothing_is_known(
-    settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That is no reason for a line."""
-    assert loaded(settings) == loaded(Settings()) == SavedState()
+    assert StateFile(settings).load() == SavedState()
+    assert StateFile(Settings(root=str(tmp_path))).load() == SavedState()
     assert caplog.messages == []
-
-
-ENCODED = b'{"format": 6, "boot": "this boot", "files": [], "chips": {}, "holds": '
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"format": 6', b'"format": 5'),
-        (b'"holds": ', b'"allocations": '),
+        (b'"format": ', b'"format": 9'),
+        (b'"holds": {', b'"allocations": {'),
         (b'"identity": ', b'"identities": '),
         (b'"tripped"', b'"tripping"'),
-        (b'"awaited"', b'"expected"'),
-        (b'"name": ', b'"names": '),
+        (b'"token": ', b'"name": '),
+        (b"990.5", b'"now"'),
         (b"}", b""),
-        (b"", b"12345\n"),
         (b'"0000', b'"\xff'),
         (None, b""),
         (None, b"[" * 100_000),
         (None, b"null"),
-        (None, ENCODED + b"[1]}"),
         (None, bytes(17 << 20)),
     ],
 )
@@ -444,22 +380,53 @@ def test_a_state_file_that_does_not_fit_is_discarded_as_a_whole(
     assert old is None or old in content
     path.write_bytes(new if old is None else content.replace(old, new, 1))
 
-    assert loaded(settings) == SavedState()
+    assert StateFile(settings).load() == SavedState()
 
     (line,) = caplog.messages
     assert line.startswith(f"{path} is discarded: ")
 
 
-def test_the_state_stays_if_a_new_one_cannot_be_written(settings: Settings, tmp_path: Path) -> None:
-    """An old one is better than none; only root can read it."""
-    path = tmp_path / "state.json"
-    state = ttdp.StateFile(settings)
-    state.save(["/old"], {}, [])
-    text = path.read_text()
+def test_the_state_stays_if_a_new_one_cannot_be_written(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old one is better than none. One line; a problem until it is written, or as it was."""
+    path, state = tmp_path / "state.json", StateFile(settings)
+    state.save({}, {"allowed": {}})
+    written = path.stat()
+    obstacle = tmp_path / ".state.json.new"
+    obstacle.mkdir()
 
-    with no_room(path):
-        state.save(["/new"], {}, [])
-        assert path.read_text() == text
+    for _ in range(2):
+        state.save({}, {"allowed": {"u1": 1.0}})
+    text = f"{path} cannot be written: Is a directory"
+    assert (caplog.messages, str(state.problem)) == ([text], text)
+    state.save({}, {"allowed": {}})
+    assert state.problem is None and path.stat() == written
 
-    state.save(["/new"], {}, [])
-    assert "/new" in path.read_text() and mode_of(path) == 0o600
+    obstacle.rmdir()
+    state.save({}, {"allowed": {"u1": 1.0}})
+    assert state.problem is None and '"u1"' in path.read_text()
+
+
+async def test_the_next_daemon_of_a_boot_knows_a_card_that_is_gone(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, short_tmp: Path
+) -> None:
+    """It stays listed, Unhealthy, with its identity and the time of the fault; not after a boot."""
+    gone, _ = node.add("n150") + node.add("n150")
+    daemon = await start(interval=0.05, state_dir=str(short_tmp))
+    await daemon.ready()
+    gone.vanish()
+    await daemon.sees(gone.bdf, Kind.GONE)
+    before = daemon.chip(gone.bdf)
+    await until(lambda: '"gone"' in (short_tmp / "state.json").read_text())
+    await daemon.stop()
+
+    later = await start(interval=3600, state_dir=str(short_tmp))
+    await kubelet.wait_for(lambda: kubelet.capacity() == {N150: 2})
+    found = later.chip(gone.bdf)
+    assert (found.identity, found.since) == (before.identity, before.since)
+    await later.stop()
+
+    node.boot()
+    await start(interval=3600, state_dir=str(short_tmp))
+    await kubelet.wait_for(lambda: kubelet.capacity() == {N150: 1})

@@ -1,32 +1,22 @@
-"""Readers: threads that read chips, also if reads block or no thread can be started."""
+"""Readers: chips are read on threads of their own, also if reads block or no thread can start."""
 
 from __future__ import annotations
 
 import _thread
-import asyncio
-import contextlib
 import errno
-import os
 import threading
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 import ttdp
-from tests.conftest import WATCHDOG, StartDaemon, no_descriptors
+from tests.conftest import StartDaemon
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.simulation import kernel_errors, settings_of
-from ttdp import Inventory, Kind, PciFunction, Reading, ReadState, Telemetry, TelemetryReaders
+from ttdp import PciFunction, Readers, Reading, Settings
 
-
-def function(bus: int) -> PciFunction:
-    return PciFunction(f"0000:{bus:02x}:00.0", "wormhole", ordinal=bus, path=f"/dev/{bus}")
-
-
-ONE, TWO, THREE = (function(bus) for bus in (1, 2, 3))
+ONE, TWO, *OTHERS = (PciFunction(f"0000:{bus:02x}:00.0", number=bus) for bus in range(1, 33))
 
 
 class Chips:
@@ -34,443 +24,158 @@ class Chips:
 
     def __init__(self) -> None:
         self.reads: list[str] = []
-        self.readings: list[Reading] = []
         self.errors: dict[str, Exception] = {}
-        self.read_twice_at_once: list[str] = []
-        self.wakes: list[list[ReadState]] = []  # the states of reads whenever the loop was woken
-        self._held: dict[str, threading.Event] = {}
-        self._busy: set[str] = set()
-        self.readers = TelemetryReaders(self._wake, self._read)
+        self.held: set[str] = set()
+        self.goes_on = threading.Event()
+        self.most_at_once = 0
+        self.wakes: list[None] = []
+        self.readers = Readers(lambda: self.wakes.append(None))
+        self._busy: list[str] = []
 
-    def _wake(self) -> None:
-        self.wakes.append([*self.states().values()])
+    def read(self, settings: Settings, function: PciFunction, *, is_poll: bool) -> Reading:
+        address = function.address
+        assert address not in self._busy, "two threads read one chip"
+        self._busy.append(address)
+        self.reads.append(address)
+        self.most_at_once = max(self.most_at_once, len(self._busy))
+        if address in self.held:
+            self.goes_on.wait(4 * PATIENCE)  # longer than any test waits
 
-    def _read(self, function: PciFunction, *, is_poll: bool, settings: object) -> Reading:
-        if function.bdf in self._busy:
-            self.read_twice_at_once.append(function.bdf)
-        self._busy.add(function.bdf)
-        self.reads.append(function.bdf)
-        if gate := self._held.get(function.bdf):
-            gate.wait(4 * PATIENCE)  # longer than any test waits
-
-        self._busy.discard(function.bdf)
-        if error := self.errors.get(function.bdf):
+        self._busy.remove(address)
+        if error := self.errors.get(address):
             raise error
-        return Reading(function, Telemetry(), time.monotonic(), is_poll)
+        return Reading(function, 0.0, is_poll)
 
-    def hold(self, *functions: PciFunction) -> None:
-        for each in functions:
-            self._held[each.bdf] = threading.Event()
+    async def are_read(self, *functions: PciFunction, wanted: int | None = None) -> list[str]:
+        """Have these read; return which of them have answered once so many have."""
+        self.readers.submit(Settings(), functions, is_poll=True)
+        found: list[str] = []
 
-    def release(self) -> None:
-        while self._held:
-            self._held.popitem()[1].set()
+        def have_answered() -> bool:
+            found.extend(reading.function.address for reading in self.readers.collect())
+            return len(found) == (len(functions) if wanted is None else wanted)
 
-    def submit(self, *functions: PciFunction, is_poll: bool = False) -> None:
-        self.readers.submit(functions, is_poll=is_poll)
-
-    def answered(self) -> list[str]:
-        """Collect, and return the chips that have answered so far."""
-        self.readings += self.readers.collect()
-        return [reading.function.bdf for reading in self.readings]
-
-    def states(self) -> dict[str, ReadState]:
-        return self.readers.under_way(time.monotonic())
-
-    def failure(self) -> OSError | None:
-        """Collect, and return the error that this raises."""
-        try:
-            self.answered()
-        except OSError as error:
-            return error
-        return None
+        await until(have_answered)
+        return sorted(found)
 
 
 @pytest.fixture
-async def chips() -> AsyncIterator[Chips]:
-    """No test has two threads read one chip at once."""
+async def chips(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Chips]:
+    """Chips that the program's readers read; all reads have ended when a test has."""
     chips = Chips()
+    monkeypatch.setattr(ttdp, "read_chip", chips.read)
     yield chips
 
-    chips.release()
-    assert chips.read_twice_at_once == []
+    chips.goes_on.set()
+    await until(lambda: chips.readers.due(0.0) == float("inf"))
 
 
-# -- threads ---------------------------------------------------------------------------------------
-
-
-async def test_chips_that_answer_are_read_in_turn_on_one_thread_that_ends(
+async def test_chips_that_answer_are_read_one_after_the_other(
     chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chip that is submitted during its read is not read after it: it would seem to stall."""
-    started = []
-    genuine = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        started.append(thread)
-        genuine(thread)
-
-    monkeypatch.setattr("threading.Thread.start", start)
+    """Threads that contend for the interpreter cost several times as much. One wake at the end."""
     monkeypatch.setattr(ttdp, "SLOW_AFTER", PATIENCE)
-    threads = _thread._count()
-    chips.hold(ONE)
-
-    chips.submit(ONE, TWO, THREE)
-    await until(lambda: chips.reads)
-    chips.submit(THREE, TWO, ONE)
-    chips.release()
-    await until(lambda: chips.answered() == [ONE.bdf, TWO.bdf, THREE.bdf])
-
-    await until(lambda: _thread._count() <= threads)
-    assert len(started) == 1
-    assert chips.reads == [ONE.bdf, TWO.bdf, THREE.bdf]
-    assert chips.readers.is_settled(time.monotonic())
-
-
-async def test_thirty_one_blocked_reads_keep_thirty_one_threads(chips: Chips) -> None:
-    """Polls do not start more of them, and delay no other chip: the last one is read at each."""
-    threads = _thread._count()
-    stuck = [function(bus) for bus in range(1, 32)]
-    sound = function(32)
-    chips.hold(*stuck)
-
     for number in range(1, 4):
-        chips.submit(*stuck, sound, is_poll=True)
-        await until(lambda: chips.answered() == [sound.bdf] * number)  # noqa: B023
-
-    await until(lambda: _thread._count() <= threads + len(stuck))
-    assert len(chips.reads) == len(stuck) + 3
-    chips.release()
-    await until(lambda: len(chips.answered()) == len(stuck) + 3 and not chips.states())
-    await until(lambda: _thread._count() <= threads)
+        await chips.are_read(ONE, TWO, *OTHERS)
+        assert (chips.most_at_once, len(chips.wakes)) == (1, number)
 
 
-# -- states ----------------------------------------------------------------------------------------
+async def test_a_chip_that_is_being_read_is_not_read_again_after_it(chips: Chips) -> None:
+    """It would seem to stall: two readings of one moment."""
+    chips.held = {ONE.address}
+    await chips.are_read(ONE, wanted=0)
+    assert await chips.are_read(ONE, TWO, wanted=1) == [TWO.address]
+    chips.goes_on.set()
+    assert await chips.are_read(wanted=1) == [ONE.address]
+    assert sorted(chips.reads) == [ONE.address, TWO.address]
 
 
-@pytest.mark.usefixtures("reads_time_out")
-async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_two(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each state has its consequence: see is_settled() and is_over()."""
-    since = 1000.0
-    monkeypatch.setattr(ttdp, "monotonic", lambda: since)
-    readers = chips.readers
-    chips.hold(ONE)
-    chips.submit(ONE)
-    await until(lambda: chips.reads)
+async def test_blocked_reads_keep_a_thread_each_and_delay_no_other_chip(chips: Chips) -> None:
+    """The last one is read at each poll."""
+    threads = _thread._count()
+    chips.held = {each.address for each in (TWO, *OTHERS)}
+    for _ in range(3):
+        assert await chips.are_read(ONE, TWO, *OTHERS, wanted=1) == [ONE.address]
 
-    looks = [
-        (readers.under_way(at)[ONE.bdf], readers.is_settled(at), readers.is_over(at))
-        for at in (since, since + 0.1, since + 2.0)
-    ]
-
-    assert looks == [
-        (ReadState.RUNNING, False, False),
-        (ReadState.SLOW, True, False),
-        (ReadState.BLOCKED, True, True),
-    ]
-
-
-async def test_a_chip_behind_a_blocked_one_is_not_late(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of a read begins with it: the clock goes on by a second when a thread is started."""
-    now = 1000.0
-    genuine = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        nonlocal now
-        now += 1.0
-        genuine(thread)
-
-    monkeypatch.setattr("threading.Thread.start", start)
-    monkeypatch.setattr(ttdp, "monotonic", lambda: now)
-    chips.hold(ONE, TWO)
-
-    chips.submit(ONE, TWO)
-    await until(lambda: TWO.bdf in chips.reads)
-
-    states = chips.readers.under_way(1000.0 + ttdp.READ_TIMEOUT)
-    assert states[ONE.bdf] is ReadState.BLOCKED
-    assert states[TWO.bdf] is not ReadState.BLOCKED
-
-
-async def test_the_loop_is_woken_when_a_read_is_slow_when_it_is_blocked_and_when_it_ends(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read that ends at once wakes it at its end only."""
-    monkeypatch.setattr(ttdp, "SLOW_AFTER", 0.5)
-    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 1.0)
-    chips.hold(TWO)
-
-    chips.submit(ONE)
-    await until(lambda: chips.wakes)
-    assert chips.answered() == [ONE.bdf]
-
-    chips.submit(TWO)
-    await until(lambda: len(chips.wakes) == 3)
-    chips.release()
-    await until(lambda: len(chips.wakes) == 4)
-
-    first, *others = chips.wakes
-    assert first == [ReadState.RUNNING]
-    assert others == [[ReadState.SLOW], [ReadState.BLOCKED], [ReadState.BLOCKED]]
+    await until(lambda: len(chips.reads) == 3 + len(chips.held))
+    assert _thread._count() == threads + 32
 
 
 @pytest.mark.usefixtures("reads_time_out")
-async def test_a_blocked_read_costs_a_handful_of_turns(
-    node: SimulatedNode, start: StartDaemon
+async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_five(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is not woken every tenth of a second until the read counts as blocked."""
-    blocked, other = node.add("n150") + node.add("n150")
-    daemon = await start(WATCHDOG, interval=3600)
-    await daemon.ready()
-    blocked.block()
-    daemon.forget_notes()
+    """Nothing waits for a slow one; until a blocked one returns its chip has a fault."""
+    monkeypatch.setattr(ttdp, "monotonic", lambda: 1000.0)
+    readers, never = chips.readers, float("inf")
+    chips.held = {ONE.address}
+    await chips.are_read(ONE, wanted=0)
 
-    other.vanish()
-    await daemon.sees(blocked.bdf, Kind.BLOCKED)
+    for seconds, is_settled, blocked, due in (
+        (0.0, False, [], 0.1), (0.1, True, [], 5.0), (4.9, True, [], 5.0),
+        (5.0, True, [ONE.address], never),
+    ):  # fmt: skip
+        now = 1000.0 + seconds
+        assert (readers.are_settled(now), readers.blocked(now)) == (is_settled, blocked)
+        assert readers.due(now) == 1000.0 + due
 
-    assert daemon.notes.count("WATCHDOG=1") < 12, "each turn feeds the watchdog"
-
-
-async def test_a_chip_that_has_an_event_during_a_slow_read_is_read_again(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The read began before the event: its values can be those of before, as late firmware's."""
-    (chip,) = node.add("n150")
-    chip.silence()
-    goes_on = threading.Event()
-    genuine = ttdp.read_telemetry
-
-    def read_and_wait(function: PciFunction) -> Telemetry:
-        telemetry = genuine(function)
-        goes_on.wait(PATIENCE)
-        return telemetry
-
-    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
-
-    before = daemon.host.scanned_at
-    chip.speak()
-    await until(lambda: daemon.host.scanned_at > before)
-    goes_on.set()
-
-    await until(lambda: daemon.chip(chip.bdf).identity.serial)
+    chips.goes_on.set()
+    await chips.are_read(wanted=1)
+    assert readers.blocked(2000.0) == []
 
 
-async def test_metrics_wait_for_a_slow_read_and_have_the_sensors_of_its_chip(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked for during the read that an event has caused; no other event follows."""
-    _, other = node.add("p150a") + node.add("n150")
-    began, goes_on = threading.Event(), threading.Event()
-    genuine = ttdp.read_telemetry
-
-    def read_and_wait(function: PciFunction) -> Telemetry:
-        began.set()
-        goes_on.wait(PATIENCE)
-        return genuine(function)
-
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
-    monkeypatch.setattr(ttdp, "read_telemetry", read_and_wait)
-    monkeypatch.setattr(ttdp, "READ_TIMEOUT", PATIENCE)
-
-    other.vanish()
-    await until(began.is_set)
-    metrics = asyncio.create_task(daemon.metrics())
-    await asyncio.sleep(2 * ttdp.SLOW_AFTER)
-    assert not metrics.done()
-    goes_on.set()
-
-    assert "tt_device_power_watts{" in (await metrics or "")
-
-
-# -- errors that are not a chip's ------------------------------------------------------------------
-
-
-@pytest.fixture
-async def unhandled() -> AsyncIterator[list[str]]:
-    """No exception has left a callback of the loop."""
-    found: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(str(context)))
-    yield found
-
-    assert found == []
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
-@pytest.mark.parametrize("is_behind", [False, True])
-@pytest.mark.usefixtures("unhandled")
 async def test_without_threads_the_daemon_itself_has_an_error(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch, error: Exception, is_behind: bool
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a chip behind a slow read. It is read when there are threads again."""
-    available = [1] if is_behind else []
-    genuine = threading.Thread.start
+    """The chip is read when there are threads again."""
 
-    def start(thread: threading.Thread) -> None:
-        if not available:
-            raise error
-        available.pop()
-        genuine(thread)
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    chips.hold(ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", start)
-        chips.submit(ONE, TWO)
-        failure = await until(chips.failure)
-
-    assert chips.wakes
-    assert (failure.errno, failure.strerror) == (errno.EAGAIN, str(error))
-    assert chips.states().keys() == ({ONE.bdf} if is_behind else set())
-    chips.release()
-    chips.submit(ONE, TWO)
-    await until(lambda: sorted(chips.answered()) == [ONE.bdf, TWO.bdf])
+        patch.setattr("threading.Thread.start", no_thread)
+        with pytest.raises(OSError, match="can't start new thread") as failure:
+            await chips.are_read(ONE)
+    assert failure.value.errno == errno.EAGAIN
+    assert await chips.are_read(ONE) == [ONE.address]
 
 
-async def test_an_internal_error_in_a_read_concerns_this_read_only(
+async def test_an_error_in_a_read_is_no_reading(
     chips: Chips, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged; the others are read, and the chip is at the next poll."""
-    chips.errors[ONE.bdf] = ZeroDivisionError()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.answered() == [TWO.bdf] and not chips.states())
+    """An internal one is logged, the daemon's own raised once. Each chip is read again."""
+    chips.errors[ONE.address] = ZeroDivisionError()
+    assert await chips.are_read(ONE, TWO, wanted=1) == [TWO.address]
     assert "internal error (reading 0000:01:00.0)" in caplog.text
 
-    chips.errors.clear()
-    chips.submit(ONE, TWO)
-    await until(lambda: chips.answered() == [TWO.bdf, ONE.bdf, TWO.bdf])
+    chips.errors = {
+        each.address: OSError(errno.EMFILE, "Too many open files") for each in (ONE, TWO)
+    }
+    chips.readers.submit(Settings(), [ONE, TWO], is_poll=True)
+    await until(lambda: chips.readers.due(0.0) == float("inf"))
+    with pytest.raises(OSError, match="Too many open files"):
+        chips.readers.collect()
+
+    chips.errors = {}
+    assert await chips.are_read(ONE, TWO) == [ONE.address, TWO.address]
 
 
-async def test_without_descriptors_there_are_no_metrics_and_soon_new_ones(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
+async def test_a_chip_whose_read_blocks_is_unhealthy_until_the_read_returns(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sensors of before would pass for new ones; they are not what the next scrape gets, either."""
-    node.add("p150a")
-    daemon = await start(interval=3600, metrics_file="")
-    await daemon.ready()
+    """Other chips are healthy meanwhile, and metrics have none of its former values."""
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 0.3)
+    name = "tenstorrent.com/n150"
+    blocked, other = node.add("n150") + node.add("n150")
+    daemon = await start(interval=0.05)
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {blocked.bdf, other.bdf})
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.listdir", no_descriptors)
-        assert await daemon.metrics() is None
+    blocked.block()
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {other.bdf})
+    assert daemon.chip(blocked.bdf).fault == ttdp.BLOCKED
+    metrics = await daemon.metrics() or ""
+    assert f'tt_device_temperature_celsius{{device="{other.bdf}"}}' in metrics
+    assert f'tt_device_temperature_celsius{{device="{blocked.bdf}"}}' not in metrics
 
-    assert "tt_device_power_watts{" in (await daemon.metrics() or "")
-
-
-async def test_the_daemons_own_error_is_raised_once(chips: Chips) -> None:
-    """Without descriptors no chip is judged by this read, and each can be read again."""
-    for each in (ONE, TWO):
-        chips.errors[each.bdf] = OSError(errno.EMFILE, "Too many open files")
-
-    chips.submit(ONE, TWO)
-    failure = await until(lambda: None if len(chips.reads) < 2 else chips.failure())
-    await until(lambda: not chips.failure() and not chips.states())
-
-    assert failure.errno == errno.EMFILE
-    assert chips.readings == []
-
-
-# -- what is read ----------------------------------------------------------------------------------
-
-
-def only_function(node: SimulatedNode) -> PciFunction:
-    """The one PCI function of this node, as a scan finds it."""
-    inventory = Inventory({})
-    inventory.scan(settings_of(node, node.root / "plugins"))
-    (found,) = inventory.present
-    return found
-
-
-def read_all(node: SimulatedNode, function: PciFunction) -> Reading:
-    """Read a chip with its sensors and processes."""
-    settings = settings_of(node, node.root / "plugins")
-    return ttdp.read_chip(function, is_poll=True, settings=settings)
-
-
-def open_below(root: Path) -> int:
-    """Return how many files below a directory this process has open."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of this listing
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(f"{root}/")
-    return count
-
-
-async def test_a_read_leaves_no_descriptor_open(node: SimulatedNode) -> None:
-    """Nor does one that fails, or that has blocked until its chip has vanished."""
-    (chip,) = node.add("p150a")
-    function = only_function(node)
-
-    with kernel_errors():
-        read_all(node, function)
-        chip.fail("tt_serial", "EIO")
-        read_all(node, function)
-
-        chip.block()
-        blocked = asyncio.ensure_future(asyncio.to_thread(read_all, node, function))
-        _, pending = await asyncio.wait({blocked}, timeout=ttdp.SLOW_AFTER)
-        assert pending
-        chip.vanish()
-        await blocked
-
-    assert open_below(node.root) == 0
-
-
-def test_sensors_and_processes_are_read_on_demand(node: SimulatedNode) -> None:
-    """A poll leaves them out. A process that has the device file open twice is one."""
-    (chip,) = node.add("p150a")
-    chip.set_pids([7, 9, 7])
-    function = only_function(node)
-
-    reading = ttdp.read_chip(function, is_poll=True, settings=None)
-    assert (reading.sensors, reading.processes) == (None, None)
-
-    reading = read_all(node, function)
-    assert reading.sensors == ttdp.read_sensors(function) != {}
-    assert [row["pid"] for row in reading.processes or ()] == [7, 9]
-
-
-def test_sensors_that_cannot_be_listed_are_an_error_of_their_chip(
-    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As at a poll without sensors; it is not the daemon's own, which would concern all chips."""
-    node.add("p150a")
-    function = only_function(node)
-    genuine = os.listdir
-
-    def fail_for_sensors(path: str) -> list[str]:
-        if path.endswith("/hwmon"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return genuine(path)
-
-    monkeypatch.setattr("os.listdir", fail_for_sensors)
-
-    reading = read_all(node, function)
-
-    assert reading.telemetry == Telemetry(error=ttdp.ReadError("hwmon", errno.EIO))
-
-
-def test_sensors_of_a_chip_that_dies_meanwhile_are_discarded(
-    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of them would be those of a dead chip."""
-    (chip,) = node.add("p150a")
-    genuine = ttdp.read_sensors
-
-    def read_and_die(function: PciFunction) -> dict[str, float]:
-        values = genuine(function)
-        chip.die()
-        return values
-
-    monkeypatch.setattr(ttdp, "read_sensors", read_and_die)
-
-    function = only_function(node)
-    state = ttdp.ChipState(ttdp.Chip(function))
-    state.apply(read_all(node, function), ttdp.HealthSettings())
-
-    assert state.chip.fault and state.chip.fault.kind is ttdp.Kind.NO_RESPONSE
-    assert state.sensors == {}
+    blocked.unblock()
+    await kubelet.wait_for(lambda: kubelet.healthy(name) == {blocked.bdf, other.bdf})

@@ -224,6 +224,12 @@ class Chip:
         """Count a thermal trip (Blackhole only)."""
         self._count("tt_therm_trip_count")
 
+    def heat(self, celsius: float) -> None:
+        """Have this temperature from now on."""
+        self.sensors["temp1_input"] = str(round(celsius * 1000))
+        if self.hwmon is not None:
+            self.show("temp1_input")
+
     def _count(self, name: str) -> None:
         self.telemetry[name] = str(int(self.telemetry[name]) + 1)
         if self.hwmon is not None:
