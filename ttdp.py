@@ -47,7 +47,6 @@ import struct
 import subprocess
 import sys
 import termios
-import textwrap
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -65,12 +64,15 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import datetime
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from io import TextIOWrapper
 from itertools import chain, combinations, count
 from math import inf
 from operator import add
-from os.path import abspath, basename, dirname, exists, isdir
+from os.path import abspath, basename, dirname, exists, isdir, normpath
+from textwrap import fill
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,13 +130,10 @@ DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 # Exit statuses of `run`, as in sysexits.h.
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
+EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "root")
-# `check` takes these from the running service, whose variables it does not have.
-KEYS_OF_SERVICE = ("cdi_dir", "device_list_strategy", "hugepages", "metrics_file")
 
-SOCKET_PATH_MAX = 107  # bytes (unix(7))
-PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
+PLUGIN_DIR_MAX = 64  # bytes, of the 107 of a socket's path (unix(7)); the daemon's are in it
 RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # no mount may hide these
 
 # A switch as a flag or variable. TOML has its own booleans.
@@ -149,41 +148,203 @@ class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
 
 
-# The tables of the file. KEYS has the meaning of each key, and the values that are valid.
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    """Return the error that names a bad value, with what `valid` says it must be."""
+    # A boolean as TOML writes it: true. The value is cut if it is long.
+    text = repr(value).lower() if isinstance(value, bool) else repr(value)
+    shown = text if len(text) <= 80 else f"{text[:80]}…"
+    return ConfigError(f"{source}: {shown} is not valid; must be {valid}")
+
+
+class Key(NamedTuple):
+    """A key of the file, which can also be a flag and a variable."""
+
+    help: str
+    valid: str  # completes the sentence "must be …"
+    convert: Callable[[Any], Any]  # to the value in Settings; raises ValueError
+    choices: tuple[str, ...] = ()
+    is_list: bool = False  # of what `convert` accepts
+
+    @property
+    def is_switch(self) -> bool:
+        return self.convert is _boolean
+
+    def parse(self, value: object, source: str) -> Any:
+        """Return a value of the file as Settings have it; raises ConfigError."""
+        if not self.is_list:
+            return self._convert(value, source)
+        if not isinstance(value, list):
+            raise _invalid(source, value, self.valid)
+        return tuple(self._convert(each, source) for each in value)
+
+    def _convert(self, value: object, source: str) -> Any:
+        try:
+            return self.convert(value)
+        except ValueError:
+            raise _invalid(source, value, self.valid) from None
+
+    def parse_text(self, text: str, source: str) -> Any:
+        """Return the value of a flag or variable; raises ConfigError."""
+        if not self.is_switch:
+            return self.parse(text, source)
+        if text.lower() not in BOOLEANS:
+            raise _invalid(source, text, either([*BOOLEANS]))
+        return BOOLEANS[text.lower()]
+
+
+# -- kinds of values: each function returns the value in Settings, or raises ValueError ------------
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _path(value: object, most: int = 4095) -> str:
+    """Return an absolute path of at most so many bytes, without "..", "." and double slashes."""
+    if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
+        raise ValueError
+
+    path = "/" + normpath(value).lstrip("/")  # normpath() alone keeps two slashes at the beginning
+    if len(os.fsencode(path)) > most:
+        raise ValueError
+    return path
+
+
+def _path_or_empty(value: object) -> str:
+    return "" if value == "" else _path(value)
+
+
+def _container_path(value: object) -> str:
+    path = _path(value)
+    if path in RESERVED_PATHS:
+        raise ValueError
+    return path
+
+
+def _matching(pattern: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError
+    return value
+
+
+def _domain(value: object) -> str:
+    """Return a domain that resources can have (Kubernetes' IsExtendedResourceName)."""
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    name = _matching(rf"{label}(\.{label})*", value)
+    # A ResourceQuota puts "requests." in front of the domain, which must stay a DNS name then.
+    is_too_long = len(f"requests.{name}") > 253
+    if is_too_long or name.startswith("requests.") or "kubernetes.io" in name:
+        raise ValueError
+    return name
+
+
+def _resource_name(value: object) -> str:
+    name = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    return _matching(rf"([a-z0-9.-]{{1,253}}/)?{name}", value)
+
+
+def full_address(value: object) -> str:
+    """Return a PCI address in sysfs's form: "0000:0a:00.0" for "0A:00.0", as lspci prints it."""
+    if not isinstance(value, str):
+        raise ValueError
+    address = _matching(r"([0-9a-f]{4,8}:)?[0-9a-f]{2}:[01][0-9a-f]\.[0-7]", value.lower())
+    return address if address.count(":") == 2 else f"0000:{address}"
+
+
+def _device_id(value: object) -> str:
+    """Return a chip's address or a board's ID: a p300's serial, the buses of a Galaxy's tray."""
+    with suppress(ValueError):
+        return full_address(value)
+    if isinstance(value, str) and ":" in value:
+        return _matching("[0-9a-f]{4,8}:[048c]0", value.lower())
+    return _matching("(?i)[0-9a-f]{16}", value).upper()
+
+
+# -- the tables of the file: each key stands beside its default ------------------------------------
+
+
+def _key(
+    default: Any,
+    help: str,
+    valid: str,
+    convert: Callable[[Any], Any],
+    choices: tuple[str, ...] = (),
+    is_list: bool = False,
+) -> Any:
+    """Return a dataclass's field that is a key; MISSING as the default: it must be in the file."""
+    return field(default=default, metadata={"key": Key(help, valid, convert, choices, is_list)})
+
+
+def _switch(default: bool, help: str) -> Any:
+    return _key(default, help, "true or false", _boolean)
+
+
+def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return _key(default, help, either(choices), partial(_matching, "|".join(choices)), choices)
+
+
+def _number(default: Any, least: float, most: float, help: str, is_whole: bool = False) -> Any:
+    def convert(value: Any) -> Any:
+        # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
+        kinds = (int,) if is_whole else (int, float)
+        if type(value) not in kinds or not least <= value <= most:
+            raise ValueError
+        return value
+
+    kind = "a whole number" if is_whole else "a number"
+    return _key(default, help, f"{kind} from {least} to {most}", convert)
+
+
+def _output(default: str, help: str) -> Any:
+    return _key(default, f"{help}; empty for none", "an absolute path, or empty", _path_or_empty)
+
+
+def _resource(default: Any, help: str) -> Any:
+    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
+    return _key(default, help, valid, _resource_name)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Table [health]."""
 
-    interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
-    temperature_limit: Any = None  # °C; "card": the chip's own; None: no limit
-    heartbeat_misses: int = 2
-    trip_holdoff: float = 300.0
+    # The heartbeat changes every 0.1 s, so in each of two polls.
+    interval: float = _number(5.0, 0.5, 3600, "seconds between two polls of each chip")
+    temperature_limit: float | None = _number(
+        None, 1, 200, "°C at which a chip is too hot; not set: high temperature is not a fault"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on one device."""
 
-    name: str
-    replicas: int
-    rename: str | None = None
-    devices: str | int | tuple[str, ...] = "all"
-
-    @property
-    def named_devices(self) -> frozenset[str]:
-        """Return the devices that it selects one by one."""
-        return frozenset(self.devices if isinstance(self.devices, tuple) else ())
+    name: str = _resource(MISSING, "name of the resource to share")
+    replicas: int = _number(MISSING, 2, 100, "containers per device", is_whole=True)
+    rename: str | None = _resource(None, "name of the shared resource")
+    devices: tuple[str, ...] = _key(
+        (),
+        "devices to share, while the others stay exclusive; empty for all",
+        'a list of PCI addresses, such as 03:00.0, or IDs of boards (with unit = "board")',
+        _device_id,
+        is_list=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """Table [sharing]."""
 
-    rename_by_default: bool = False
-    fail_requests_greater_than_one: bool = True
-    lock_dir: str = "/run/ttdp/shm"
+    rename_by_default: bool = _switch(False, "append .shared to names of shared resources")
+    fail_requests_greater_than_one: bool = _switch(
+        True, "refuse a container that requests more than one replica"
+    )
+    lock_dir: str = _output(
+        "/run/ttdp/shm",
+        "host directory for the locks of containers on shared devices, which they get as /dev/shm",
+    )
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
@@ -195,9 +356,14 @@ class Sharing:
 class Mount:
     """An entry [[mounts]]: a bind mount for every container with a device."""
 
-    host: str
-    container: str = ""  # empty in the file: the same path as on the host; see validate()
-    read_only: bool = False
+    host: str = _key(MISSING, "path on the host", "an absolute path", _path)
+    container: str = _key(
+        "",  # in the file: the same path as on the host; see _with_targets()
+        "path in the container; default: the same path",
+        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
+        _container_path,
+    )
+    read_only: bool = _switch(False, "mount it read-only")
 
 
 Mounts = tuple[Mount, ...]
@@ -207,21 +373,71 @@ Mounts = tuple[Mount, ...]
 class Settings:
     """The configuration. Every path is absolute, or empty where that is valid."""
 
-    device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
-    root: str = "/"
-    resource_domain: str = "tenstorrent.com"
-    resource_naming: str = "board"
-    visible_devices: str = "bdf"
-    unit: str = "chip"
-    device_list_strategy: str = "device-specs"
-    cdi_dir: str = "/var/run/cdi"
-    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
-    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
-    pod_resources_socket: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    fail_on_init_error: bool = False
-    log_level: str = "info"
-    hugepages: str = "private"
-    exclude: tuple[str, ...] = ()
+    device_plugin_dir: str = _key(
+        "/var/lib/kubelet/device-plugins",
+        "the kubelet's device plugin directory",
+        f"an absolute path of at most {PLUGIN_DIR_MAX} bytes",
+        partial(_path, most=PLUGIN_DIR_MAX),
+    )
+    root: str = _key(
+        "/",
+        "directory that has the host's /sys, /dev, /proc, /run/udev and /var/log/pods",
+        "an absolute path",
+        _path,
+    )
+    resource_domain: str = _key(
+        "tenstorrent.com",
+        "domain of all resource names",
+        "a lower-case DNS name outside kubernetes.io, such as example.com",
+        _domain,
+    )
+    resource_naming: str = _choice(
+        "board",
+        ("board", "card", "arch"),
+        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
+    )
+    visible_devices: str = _choice(
+        "bdf",
+        ("bdf", "index", "none"),
+        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
+    )
+    unit: str = _choice(
+        "chip",
+        ("chip", "board"),
+        "unit of allocation: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+    )
+    device_list_strategy: str = _choice(
+        "device-specs",
+        ("device-specs", "cdi"),
+        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
+    )
+    cdi_dir: str = _output("/var/run/cdi", "directory of CDI files")
+    labels_dir: str = _output(
+        "/etc/kubernetes/node-feature-discovery/features.d",
+        "directory of feature files for node-feature-discovery",
+    )
+    metrics_file: str = _output(
+        "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
+        "metrics for node_exporter's textfile collector",
+    )
+    hugepages: str = _choice(
+        "private",
+        ("private", "host", "none"),
+        "hugepage directories of containers: private (each has its own), host (the host's own) "
+        "or none",
+    )
+    fail_on_init_error: bool = _switch(
+        False, "exit with status 1 if the driver or all devices are missing at start"
+    )
+    log_level: str = _choice("info", ("debug", "info", "warning", "error"), "minimum level to log")
+    exclude: tuple[str, ...] = _key(
+        (),
+        "chips that are not offered, for example to return a card or to give it to a virtual "
+        "machine",
+        "a list of PCI addresses, such as 0000:03:00.0 or 03:00.0",
+        full_address,
+        is_list=True,
+    )
     health: HealthSettings = HealthSettings()
     sharing: Sharing = Sharing()
     mounts: Mounts = ()
@@ -258,247 +474,14 @@ TABLES = {  # by their headings in the file
 }
 
 
-class Key(NamedTuple):
-    """A key of the file, and perhaps a flag and a variable."""
-
-    help: str
-    valid: str  # completes the sentence "must be …"
-    accepts: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
-    choices: tuple[str, ...] = ()
-    is_switch: bool = False  # true or false
-
-    def parse(self, value: Any, source: str) -> Any:
-        """Return a value of the file as one of the settings; raises ConfigError."""
-        with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
-            if self.accepts(value):
-                return self.convert(value)
-
-            # Of a list, what is wrong in it.
-            if isinstance(value, list):
-                value = [each for each in value if not self.accepts([each])]
-        raise _invalid(source, value, self.valid)
-
-    def parse_text(self, text: str, source: str) -> Any:
-        """Return the value of a flag or variable; raises ConfigError."""
-        if not self.is_switch:
-            return self.parse(text, source)
-        if (word := text.lower()) not in BOOLEANS:
-            raise _invalid(source, word, either([*BOOLEANS]))
-        return BOOLEANS[word]
+def keys_of(table: type) -> dict[str, Key]:
+    """Return the keys of a table by name; tables in it are left out."""
+    found = {each.name: each.metadata.get("key") for each in fields(table)}
+    return {name: key for name, key in found.items() if key}
 
 
-def _quoted(value: object) -> str:
-    """Return a value for messages, cut if it is long."""
-    try:
-        # A boolean as TOML writes it: true.
-        text = repr(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        text = f"this {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    """Return the error that names a bad value, with what `valid` says it must be."""
-    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
-
-
-def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
-    # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
-    return type(value) in kinds and least <= value <= most
-
-
-def _is_text(value: Any, pattern: str) -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _is_path(value: Any, most: int = 4095) -> bool:
-    """Return whether a value is a path that has at most so many bytes when it is absolute."""
-    is_printable = isinstance(value, str) and value != "" and value.isprintable()
-    return is_printable and len(os.fsencode(_absolute(value))) <= most
-
-
-def _is_absolute(value: Any) -> bool:
-    return _is_path(value) and value.startswith("/")
-
-
-def _absolute(path: str) -> str:
-    # abspath() alone keeps two slashes at the beginning.
-    return "/" + abspath(path).lstrip("/") if path else ""
-
-
-def _is_domain(value: Any) -> bool:
-    """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
-    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    # A ResourceQuota puts "requests." in front of the domain, which must stay a DNS name then.
-    is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
-    return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
-
-
-def _is_address(value: Any) -> bool:
-    return _is_text(value, r"[0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
-
-
-def _is_selection(value: Any) -> bool:
-    """Return whether a value selects devices: "all", a count, or a list of their names."""
-    if isinstance(value, list):
-        return value != [] and all(type(each) in (str, int) for each in value)
-    return value == "all" or _is_number(value, 1, inf, int)
-
-
-def _to_selection(value: Any) -> Any:
-    """Return a selection as settings have it: PCI addresses in lower case, as sysfs has them."""
-    if not isinstance(value, list):
-        return value
-    # A board's ID stays as its firmware has it.
-    return tuple(text.lower() if ":" in text else text for text in map(str, value))
-
-
-def _one_of(choices: tuple[str, ...], help: str) -> Key:
-    return Key(help, either(choices), lambda value: value in choices, choices=choices)
-
-
-def _switch(help: str) -> Key:
-    return Key(help, "true or false", lambda value: isinstance(value, bool), is_switch=True)
-
-
-def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
-    return Key(help, valid, lambda value: _is_path(value, most), _absolute)
-
-
-def _optional(help: str) -> Key:
-    return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
-
-
-def _resource_name(help: str) -> Key:
-    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
-    pattern = "([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-    return Key(help, valid, lambda value: _is_text(value, pattern))
-
-
-KEYS = {
-    "device_plugin_dir": _path(
-        "the kubelet's device plugin directory",
-        f"a path of at most {PLUGIN_DIR_MAX} bytes",
-        PLUGIN_DIR_MAX,
-    ),
-    "root": _path("directory that has the host's /sys, /dev, /proc and /run/udev"),
-    "resource_domain": Key(
-        "domain of all resource names",
-        "a lower-case DNS name outside kubernetes.io, such as example.com",
-        _is_domain,
-    ),
-    "resource_naming": _one_of(
-        ("board", "card", "arch"),
-        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
-    ),
-    "visible_devices": _one_of(
-        ("bdf", "index", "none"),
-        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
-    ),
-    "unit": _one_of(
-        ("chip", "board"),
-        "unit of allocation: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
-    ),
-    "device_list_strategy": _one_of(
-        ("device-specs", "cdi"),
-        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
-    ),
-    "cdi_dir": _optional("directory of CDI files; empty for none"),
-    "labels_dir": _optional(
-        "directory of feature files for node-feature-discovery; empty for none"
-    ),
-    "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
-    "pod_resources_socket": _path(
-        "socket of the kubelet's pod resources API, the source of pod names",
-        f"the path of a Unix socket, at most {SOCKET_PATH_MAX} bytes",
-        SOCKET_PATH_MAX,
-    ),
-    "fail_on_init_error": _switch(
-        "exit with status 1 if the driver or all devices are missing at start"
-    ),
-    "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
-    "hugepages": _one_of(
-        ("private", "host", "none"),
-        "hugepage directories of containers: private (each has its own), host (the host's own) "
-        "or none",
-    ),
-    "exclude": Key(
-        "chips that are not offered, for example to return a card or to give it to a virtual "
-        "machine",
-        "a list of PCI addresses, such as 0000:03:00.0",
-        lambda value: isinstance(value, list) and all(map(_is_address, value)),
-        lambda value: tuple(map(str.lower, value)),
-    ),
-    # [health]
-    "interval": Key(
-        "seconds between two polls of each chip",
-        "a number of seconds from 0.1 to 3600",
-        lambda value: _is_number(value, 0.1, 3600, int, float),
-    ),
-    "temperature_limit": Key(
-        '°C at which a chip counts as too hot, or "card" for the limit at which it throttles; '
-        "not set: high temperature is not a fault",
-        'a number of °C from 1 to 200, or "card"',
-        lambda value: value == "card" or _is_number(value, 1, 200, int, float),
-    ),
-    "heartbeat_misses": Key(
-        "consecutive polls without a heartbeat after which a chip counts as stalled",
-        "a whole number from 1 to 1000000",
-        lambda value: _is_number(value, 1, 1_000_000, int),
-    ),
-    "trip_holdoff": Key(
-        "seconds for which a chip stays unhealthy after a thermal trip",
-        "a number of seconds from 0 to 1000000000",
-        lambda value: _is_number(value, 0, 1_000_000_000, int, float),
-    ),
-    # [sharing]
-    "rename_by_default": _switch("append .shared to names of shared resources"),
-    "fail_requests_greater_than_one": _switch(
-        "refuse a container that requests more than one replica"
-    ),
-    "lock_dir": _optional(
-        "host directory that containers on shared devices get as /dev/shm, for their locks; "
-        "/dev/shm: the host's own, but logind deletes files there; empty for none"
-    ),
-    # [[sharing.resources]]
-    "name": _resource_name("name of the resource to share"),
-    "replicas": Key(
-        "containers per device",
-        "a whole number from 2 to 100",
-        lambda value: _is_number(value, 2, 100, int),
-    ),
-    "rename": _resource_name("name of the shared resource"),
-    "devices": Key(
-        "devices to share; the others stay exclusive",
-        '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
-        'trays (with unit = "board")',
-        _is_selection,
-        _to_selection,
-    ),
-    # [[mounts]]
-    "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
-    "container": Key(
-        "path in the container; default: the same path",
-        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
-        lambda value: _is_absolute(value) and _absolute(value) not in RESERVED_PATHS,
-        _absolute,
-    ),
-    "read_only": _switch("mount it read-only"),
-}
-
-
-def _keys_of(heading: str) -> list[str]:
-    """Return the names that a table of the file can have: keys, and tables in it.
-
-    `heading`: one of TABLES.
-    """
-    names = [each.name for each in fields(TABLES[heading])]
-    return [name for name in names if name not in ("state_dir", "runtime_dir")]
-
-
-# The keys that are flags and variables, too; these have no lists or tables.
-OPTIONS = [key for key in _keys_of("") if key in KEYS and key != "exclude"]
+# The keys that are flags and variables, too: those with one value.
+OPTIONS = {name: key for name, key in keys_of(Settings).items() if not key.is_list}
 
 
 def flag_of(key: str) -> str:
@@ -509,46 +492,44 @@ def variable_of(key: str) -> str:
     return f"TTDP_{key.upper()}"
 
 
-def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
-    """Return the settings; raises ConfigError.
+# -- reading it ------------------------------------------------------------------------------------
 
-    `ignore_file`: for commands that help while the file is not valid.
-    """
-    file, document = ("", {}) if ignore_file else _read_file(flags, environ)
-    values = _parse_table("", document, f"{file}: ")
-    sources = {key: f"{file}: {key}" for key in values}
 
-    for key in OPTIONS:
+def load_settings(flags: Flags, environ: Environment) -> Settings:
+    """Return the settings; raises ConfigError."""
+    file, document = _read_file(flags, environ)
+    settings: Settings = _parse_table("", document, file)
+    sources = {key: f"{file}: {key}" for key in document}
+
+    values: Json = {}
+    for name, key in OPTIONS.items():
         # A flag outweighs the variable, and both outweigh the file.
-        texts = {flag_of(key): flags.get(key), variable_of(key): environ.get(variable_of(key))}
+        texts = {flag_of(name): flags.get(name), variable_of(name): environ.get(variable_of(name))}
         for source, text in texts.items():
             # An empty text counts only for a key that can be empty; else as if it were not set.
-            if text or (text == "" and KEYS[key].accepts("")):
-                values[key] = KEYS[key].parse_text(text, source)
-                sources[key] = source
+            if text or (text == "" and key.convert is _path_or_empty):
+                values[name] = key.parse_text(text, source)
+                sources[name] = source
                 break
 
     # systemd.exec(5): several directories would be separated by colons.
-    for key, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
-        values[key] = environ.get(variable, "").partition(":")[0] or None
-    return validate(Settings(**values), f"{file}: ", sources)
+    for name, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
+        values[name] = environ.get(variable, "").partition(":")[0] or None
+    settings = replace(settings, **values)
+
+    if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
+        source = sources["device_list_strategy"]
+        raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
+    sharing = _with_plain_names(settings, file)
+    return replace(settings, sharing=sharing, mounts=_with_targets(settings, file))
 
 
 def unknown_variables(environ: Environment) -> Iterator[str]:
     """Yield a warning of each variable that is named like those of options, but is none."""
-    known = ["config_file", *OPTIONS]
-    ours = [name for name in environ if name.startswith("TTDP_")]
-    for name in sorted({*ours}.difference(map(variable_of, known))):
-        near = nearest(name.removeprefix("TTDP_").lower(), known)
-        advice = f"did you mean {variable_of(near)}?" if near else "see tt-device-plugin.toml(5)"
-        yield f"unknown variable {name!r}; {advice}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that a mistyped one may stand for."""
-    import difflib  # here, because it would cost 2 ms of each start
-
-    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+    known = map(variable_of, ("config_file", *OPTIONS))
+    ours = {name for name in environ if name.startswith("TTDP_")}
+    for name in sorted(ours.difference(known)):
+        yield f"unknown variable {name!r}; see tt-device-plugin.toml(5)"
 
 
 def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
@@ -558,7 +539,7 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         path, named_by = text, variable_of("config_file")
     if text := flags.get("config_file"):
         path, named_by = text, flag_of("config_file")
-    file = path if path.isprintable() else repr(path)
+    file = printable(path)
 
     try:
         with open(path, "rb") as content:
@@ -576,86 +557,61 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
 
 
-def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> Json:
-    """Return a table as arguments for its class; raises ConfigError.
+def _parse_table(heading: str, content: object, file: str) -> Any:
+    """Return a table of the file as an object of its class; raises ConfigError.
 
-    `prefix`: the beginning of each message, which is the file's path, a colon and a space.
-    `which`: of several tables with this heading, such as " (2 of 3)".
+    `heading`: one of TABLES.
     """
-    path = heading.strip("[]")  # "sharing.resources"
-    if not isinstance(table, dict):
-        raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
+    if not isinstance(content, dict):
+        raise _invalid(f"{file}: {heading}", content, "a table")
 
-    source = f"{prefix}{heading}{which} " if heading else prefix
-    known = _keys_of(heading)
-    values = {}
-    for key, value in table.items():
-        inner = f"{path}.{key}".lstrip(".")
-        if key not in known:
-            raise ConfigError(f"{source}unknown key {_quoted(key)}; {_advice(key, known)}")
+    table, path = TABLES[heading], heading.strip("[]")
+    source = f"{file}: {heading} " if heading else f"{file}: "
+    keys = keys_of(table)
+    known = [each.name for each in fields(table) if each.name not in ("state_dir", "runtime_dir")]
+    values: Json = {}
+    for name, value in content.items():
+        inner = f"{path}.{name}".lstrip(".")
+        if name not in known:
+            valid = f"valid keys: {', '.join(known)}"
+            raise ConfigError(f"{source}unknown key {name[:63]!r}; {valid}")
 
-        # A key's value, a table [inner], or rows [[inner]].
-        if key in KEYS:
-            values[key] = KEYS[key].parse(value, f"{source}{key}")
-        elif kind := TABLES.get(f"[{inner}]"):
-            values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
+        # A key's value, a table [inner], or tables [[inner]].
+        if name in keys:
+            values[name] = keys[name].parse(value, f"{source}{name}")
+        elif f"[{inner}]" in TABLES:
+            values[name] = _parse_table(f"[{inner}]", value, file)
         elif isinstance(value, list):
-            kind = TABLES[f"[[{inner}]]"]
-            rows = []
-            for number, row in enumerate(value, 1):
-                of_several = f" ({number} of {len(value)})" if len(value) > 1 else ""
-                rows.append(kind(**_parse_table(f"[[{inner}]]", row, prefix, of_several)))
-            values[key] = tuple(rows)
+            values[name] = tuple(_parse_table(f"[[{inner}]]", each, file) for each in value)
         else:
-            raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+            raise _invalid(f"{source}{name}", value, f"tables: [[{inner}]]")
 
-    # Last, as a key that is missing may be there under a mistyped name.
-    for each in fields(TABLES[heading]):
+    for each in fields(table):
         if each.default is MISSING and each.name not in values:
-            raise ConfigError(f"{source}{each.name} is missing")
-    return values
+            raise ConfigError(f"{source}{each.name} is missing in {content!r:.80}")
+    return table(**values)
 
 
-def _advice(key: str, known: Sequence[str]) -> str:
-    """Return what to do about a key that is unknown in its table, which has these keys."""
-    for heading in TABLES:
-        if key in _keys_of(heading):
-            return f"it belongs in {heading}" if heading else "it belongs above the first table"
-    if near := nearest(key, known):
-        return f"did you mean {near}?"
-    return f"valid keys: {', '.join(known)}"
-
-
-def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Settings:
-    """Check what concerns several keys; raises ConfigError.
-
-    Returns the settings with the path in the container of every mount, and with names of resources
-    without their domain.
-    """
-    if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
-        source = sources["device_list_strategy"]
-        raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
-
-    # A CDI file with such a vendor is invalid for every runtime; Kubernetes accepts the domain.
-    domain = settings.resource_domain
-    if domain[0].isdigit() and settings.cdi_dir:
-        valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
-        raise _invalid(sources["resource_domain"], domain, valid)
-
-    sharing = settings.sharing
-    mounts: dict[str, Mount] = {}  # by path in the container
-    source = f"{prefix}[[mounts]] container"
+def _with_targets(settings: Settings, file: str) -> Mounts:
+    """Return the mounts, each with its path in the container; raises ConfigError."""
+    source = f"{file}: [[mounts]] container"
+    # Containers on shared devices have a directory of lock_dir as /dev/shm.
+    taken = {"/dev/shm"} if settings.sharing.resources else set()
+    mounts = []
     for mount in settings.mounts:
-        target = KEYS["container"].parse(mount.container or mount.host, source)
-        if target in mounts:
-            raise _invalid(source, target, "a different path in each table")
-        # Or the daemon would take it for a directory of its locks, and empty it: see read_answer().
-        if target == "/dev/shm" and sharing.resources:
-            raise _invalid(source, target, "another path: shared devices have lock_dir there")
-        mounts[target] = replace(mount, container=target)
+        target = keys_of(Mount)["container"].parse(mount.container or mount.host, source)
+        if target in taken:
+            raise _invalid(source, target, "a path that nothing else has in the container")
+        taken.add(target)
+        mounts.append(replace(mount, container=target))
+    return tuple(mounts)
 
+
+def _with_plain_names(settings: Settings, file: str) -> Sharing:
+    """Return the sharing with names of resources without their domain; raises ConfigError."""
+    sharing = settings.sharing
+    source = f"{file}: [[sharing.resources]]"
     entries: list[SharedResource] = []
-    source = f"{prefix}[[sharing.resources]]"
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
@@ -666,9 +622,7 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         if conflict := _sharing_conflict(sharing, entry, entries):
             raise ConfigError(f"{source} {entry.name}: {conflict}")
         entries.append(entry)
-
-    sharing = replace(sharing, resources=tuple(entries))
-    return replace(settings, mounts=tuple(mounts.values()), sharing=sharing)
+    return replace(sharing, resources=tuple(entries))
 
 
 def _sharing_conflict(
@@ -676,12 +630,10 @@ def _sharing_conflict(
 ) -> str | None:
     """Return why an entry is not possible in itself, or beside the entries before it."""
     shared = sharing.shared_name(entry)
-    if len(shared) > 63:
-        return f"{shared} exceeds 63 characters, the limit for resource names"
-    if entry.devices != "all" and shared == entry.name:
+    if entry.devices and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
 
-    # The names that resource_name() generates for known cards, also for those of other nodes.
+    # The names of resources of known cards, also of those of other nodes.
     board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
     if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
@@ -689,11 +641,9 @@ def _sharing_conflict(
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"two entries have the name {shared}; choose a different rename for one of them"
-        if other.name != entry.name:
-            continue
-        if "all" in (entry.devices, other.devices):
+        if other.name == entry.name and not (entry.devices and other.devices):
             return "selected by two tables; one without devices selects all"
-        if duplicates := sorted(entry.named_devices & other.named_devices):
+        if duplicates := sorted({*entry.devices} & {*other.devices}):
             return f"{abbreviate(duplicates)} is selected twice"
     return None
 
@@ -1355,6 +1305,8 @@ def read_chip(function: PciFunction, *, is_poll: bool, settings: Settings | None
 
 HYSTERESIS = 5.0  # °C by which a hot chip must cool down
 READ_TIMEOUT = 2.0  # seconds after which a telemetry read counts as blocked
+HEARTBEAT_MISSES = 2  # polls without a change of the heartbeat after which a chip is stalled
+TRIP_HOLDOFF = 300.0  # seconds for which a chip that has tripped stays unhealthy
 FIRMWARE_TIMEOUT = 10.0  # seconds without telemetry after which a chip counts as silent
 
 
@@ -1460,8 +1412,7 @@ class Vitals(NamedTuple):
 
 def hot_limit(telemetry: Telemetry, settings: HealthSettings) -> float | None:
     """Return the °C at which a chip is too hot; None: high temperature is not a fault."""
-    limit: float | str | None = settings.temperature_limit
-    return telemetry.throttles_at if isinstance(limit, str) else limit
+    return settings.temperature_limit
 
 
 def _reaches(degrees: float | None, limit: float | None, reached_before: bool) -> bool:
@@ -1495,7 +1446,7 @@ def judge(
 
     # Vitals are from before, while a chip reports nothing.
     if not telemetry.is_empty:
-        if vitals.misses >= settings.heartbeat_misses:
+        if vitals.misses >= HEARTBEAT_MISSES:
             problem = f"heartbeat stalled at {telemetry.heartbeat} (firmware stopped)"
             return Fault(Kind.STALLED, problem)
 
@@ -1503,7 +1454,7 @@ def judge(
             degrees = f"{telemetry.temperature:.1f} °C, limit {vitals.limit_reached:g} °C"
             return Fault(Kind.HOT, f"too hot: {degrees}; check the cooling")
 
-    holdoff = settings.trip_holdoff
+    holdoff = TRIP_HOLDOFF
     if vitals.tripped_at is not None and reading.at - vitals.tripped_at < holdoff:
         recovery = f"healthy again after {holdoff:g} s without another one"
         problem = f"thermal trip ({vitals.trips} since power-on; {recovery}); check the cooling"
@@ -2101,7 +2052,7 @@ def _configured_resources(
     """
     sharing = settings.sharing
     # A count takes what the entries that name their devices leave.
-    entries = sorted(sharing.resources, key=lambda entry: isinstance(entry.devices, int))
+    entries = sharing.resources
     found: Resources = {}
 
     def add(short: str, base_name: str, members: Iterable[Device], replicas: int = 0) -> None:
@@ -2143,20 +2094,14 @@ def without_replica(device_id: str) -> str:
 
 def selection(entry: SharedResource, devices: Sequence[Device]) -> Sequence[Device]:
     """Return the devices that an entry of the configuration shares."""
-    if isinstance(entry.devices, int):
-        return devices[: entry.devices]
-    if entry.devices == "all":
+    if not entry.devices:
         return devices
-    return [device for device in devices if aliases(device) & entry.named_devices]
+    return [device for device in devices if aliases(device) & {*entry.devices}]
 
 
 def aliases(device: Device) -> set[str]:
-    """Return the names by which the configuration can select a device.
-
-    A device number selects only while the chip is present: afterwards another one can have it.
-    """
-    numbers = {str(chip.function.ordinal) for chip in device.chips if chip.is_present}
-    return {device.id, *device.addresses, *numbers}
+    """Return the names by which the configuration can select a device."""
+    return {device.id, *device.addresses}
 
 
 def _without_effect(
@@ -2179,19 +2124,18 @@ def _without_effect(
 
     for entry in settings.sharing.resources:
         found = devices.get(entry.name, [])
-        missing = sorted(entry.named_devices.difference(*map(aliases, found)))
+        missing = sorted({*entry.devices}.difference(*map(aliases, found)))
         if not found:
             available = ", ".join(devices) or "none"
             yield f"sharing: there is no resource {entry.name}; available: {available}"
         elif missing:
             yield f"sharing: {entry.name} has no device {abbreviate(missing)}"
 
-        # A count takes any devices, so it lacks some only if none is left.
         name = settings.sharing.shared_name(entry)
         shared = resources.get(f"{settings.resource_domain}/{name}")
         selected = [each for each in selection(entry, found) if each.id in resource_of]
         others = [each.id for each in selected if resource_of[each.id] is not shared]
-        if others and not (shared and isinstance(entry.devices, int)):
+        if others:
             yield f"sharing: {name} lacks {abbreviate(others)}, which another table selects"
 
 
@@ -4603,82 +4547,98 @@ PROGRAM = "tt-device-plugin"  # by which `ask` recognises a view
 def view_of_node(
     decision: Decision,
     states: Mapping[str, ChipState],
-    service: Service | None,
+    service: Service,
     *,
     knows_pods: bool,
     unreadable: Sequence[str],
     booted_at: float,
 ) -> Json:
-    """Return what `list` and `check` show. Without a daemon, `service` is None.
+    """Return what `list`, `check` and `fix` read.
 
     `knows_pods`: a checkpoint was read; `unreadable`: entries of it; `booted_at`: Unix time of the
     boot, by the present clock.
     """
     settings = decision.observation.settings
     used_by = users(decision)
-
-    chips, faults = [], {}
+    chips = []
     for bdf, chip in decision.chips.items():
         state = states.get(bdf) or ChipState(chip)  # not seen since boot: only a hold has it
         pods = used_by.get(bdf, [])
         since = None if state.since is None else booted_at + state.since
         chips.append(_chip_row(decision, chip, state, pods if pods or knows_pods else None, since))
-        if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
-            faults[bdf] = {"kind": chip.fault.kind.value, "since": since}
-            # By the monotonic clock, which all processes of the host have in common.
-            faults[bdf] |= {"tripped_at": state.vitals.tripped_at, **chip.reason._asdict()}
 
-    boards = defaultdict(list)
-    for bdf, place in places(decision.chips.values()).items():
-        if place.board_id:
-            boards[place.board_id].append(bdf)
-
-    # A chip with a fault has another line already.
-    waiting = {}
-    for bdf, text in decision.offer.unplaced.items():
-        if bdf not in faults and not decision.is_out_of_service(bdf):
-            waiting[bdf] = text
-
-    withheld = {}
     resources = []
-    for name, resource in decision.resources.items():
-        row: Json = {"name": name, "phase": None, "state": None, "incomplete": {}}
-        if service:
-            registration = service.registrations.get(name, Registration())
-            row |= {"phase": registration.phase.value, "state": registration.text}
-
-        for device in resource.unique_devices:
-            if device.incomplete:
-                row["incomplete"][device.id] = device.incomplete
-            if device.withheld:
-                withheld[f"{name} {device.id}"] = device.withheld
+    for name in decision.resources:
+        registration = service.registrations.get(name, Registration())
+        is_registered = registration.phase is Phase.REGISTERED
+        row = {"name": name, "is_registered": is_registered, "state": registration.text}
         resources.append(row)
 
-    of_service = service._asdict() if service else None
-    if of_service:
-        del of_service["registrations"]  # they are in the rows of resources
-
+    problems = [*_problems(decision, service)]
+    for entry in unreadable:
+        text = f"{CHECKPOINT}: the entry of {entry} cannot be read: its chips are not protected"
+        problems.append(_problem("warn", "kubelet", text))
     return {
         "program": PROGRAM,
         "version": __version__,
-        **{key: getattr(settings, key) for key in (*NEEDS_RESTART, *KEYS_OF_SERVICE)},
-        "runtime_dir": settings.runtime_dir,
-        "unit": settings.unit,
-        "health": asdict(settings.health),
-        "service": of_service,
+        "status": service.status,
+        "settings": asdict(settings),
+        "rejected": service.rejected,
         "driver": decision.observation.driver,
-        "driver_problem": driver_problem(decision),
         "unsupported": decision.observation.unsupported,
-        "checkpoint_problem": decision.observation.checkpoint_problem,
-        "unreadable": unreadable,
         "chips": chips,
-        "faults": faults,  # of chips that are in service
-        "boards": boards,  # the chips of each board, by its ID with unit = "board"
-        "unplaced": waiting,
-        "missing": list(missing_chips(decision)),
         "resources": resources,
-        "withheld": withheld,
+        "problems": problems,
     }
+
+
+def _problem(level: str, subject: str, problem: str, command: str = "", kind: str = "") -> Json:
+    return {
+        "level": level,
+        "subject": subject,
+        "kind": kind,
+        "problem": problem,
+        "command": command,
+    }
+
+
+def _problems(decision: Decision, service: Service) -> Iterator[Json]:
+    """Yield all that is known not to be right."""
+    settings = decision.observation.settings
+    for bdf, chip in decision.chips.items():
+        if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
+            yield _problem("FAIL", bdf, *chip.reason, chip.fault.kind.value)
+        elif settings.unit == "board" and bdf in decision.offer.unplaced:
+            text = f"not advertised: {decision.offer.unplaced[bdf]}"
+            yield _problem("warn", bdf, text, kind="unplaced")
+
+    for name, resource in decision.resources.items():
+        for device in resource.unique_devices:
+            if device.incomplete:
+                yield _problem("FAIL", device.id, device.incomplete, kind="incomplete")
+            if device.withheld:
+                text = f"withheld from {name}: {device.withheld}"
+                yield _problem("warn", device.id, text, kind="withheld")
+        registration = service.registrations.get(name, Registration())
+        is_kubelet_there = exists(f"{settings.device_plugin_dir}/{KUBELET_SOCKET}")
+        if is_kubelet_there and registration.phase is not Phase.REGISTERED:
+            yield _problem("FAIL", name, f"not registered: {registration.text}")
+
+    if problem := driver_problem(decision):
+        yield _problem("FAIL", "driver", *problem)
+    for text in missing_chips(decision):
+        yield _problem("warn", "chips", text)
+    if text := decision.observation.checkpoint_problem or "":
+        yield _problem("warn", "kubelet", text)
+    for subject, reason in service.problems.items():
+        yield _problem("FAIL", subject, *reason)
+    for path, text in service.files.items():
+        if isdir(dirname(path)):
+            restart = text.endswith(os.strerror(errno.EROFS))
+            command = "systemctl restart tt-device-plugin" if restart else ""
+            yield _problem("warn", "files", f"{path} {text}", command)
+    for path, reason in service.resisting.items():
+        yield _problem("warn", "directories", f"{path} cannot be emptied: {reason[0]}", reason[1])
 
 
 def _chip_row(
@@ -5534,7 +5494,7 @@ class Host:
                 chips[bdf] = state.to_saved()
         self.state_file.save(sorted(self.files.by_path), chips, self.holds.to_saved())
 
-    def view(self, decision: Decision, service: Service | None = None) -> Json:
+    def view(self, decision: Decision, service: Service) -> Json:
         """Return what `list` and `check` show; without a daemon, only the host itself is known."""
         return view_of_node(
             decision,
@@ -7046,7 +7006,9 @@ class Daemon:
         pods = {hold.pod for hold in decision.holds} - {""} - self.host.holds.names.keys()
         if pods:
             holds = {hold.key for hold in decision.holds}
-            self._pod_resources.ask(self.host.settings.pod_resources_socket, holds, pods, now)
+            directory = dirname(self.host.settings.device_plugin_dir)
+            path = f"{directory}/pod-resources/kubelet.sock"
+            self._pod_resources.ask(path, holds, pods, now)
 
     def _apply_names(self, names: PodNames, asked: Collection[HoldKey]) -> None:
         self.host.holds.apply_names(names, asked)
@@ -7102,582 +7064,104 @@ class Daemon:
 
 
 # ==== COMMAND LINE ================================================================================
+#
+# `list`, `check` and `fix` read the view that the running daemon serves, so they cannot contradict
+# the log, the metrics or the kubelet.
 
-View = Mapping[str, Any]  # see view_of_node()
+View = Mapping[str, Any]  # as view_of_node() makes it, or a part of it
 
+RUNTIME_DIR = "/run/tt-device-plugin"  # as systemd makes it for the service
 VIEW_TIMEOUT = 10.0  # seconds; the daemon ends a connection after 5
-SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way, without a daemon
-RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
-WIDTH = 110  # columns of `list`, at most
-VIEW_MAX = 64 << 20  # bytes
-HELP_WIDTH = 80
-CANNOT_LOOK = "cannot look at this node: %s"  # with the reason of an OSError
-
-# Columns of `list` that show a value of its rows; _cells() adds HEALTH and USED BY.
-COLUMNS = {
-    "N": "index",
-    "ADDRESS": "bdf",
-    "ID": "id",
-    "CARD": "card",
-    "SERIAL": "serial",
-    "NUMA": "numa_node",
-    "FIRMWARE": "firmware",
-    "RESOURCE": "resource",
-    "°C": "temperature",
-    "W": "power",
-}
-OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wide
+START = "systemctl start tt-device-plugin"
+RESTART = "systemctl restart tt-device-plugin"
 
 
-class Command(NamedTuple):
-    """A command, which is the first word of the command line."""
+class Refusal(Exception):
+    """Why a command cannot go on, in one line, and its exit status."""
 
-    help: str
-    options: tuple[str, ...]  # without dashes, and with underscores
-    example: str
-    argument: str = ""  # a word that it needs
-    argument_help: str = ""
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
-CONFIG_FILE = _path("configuration file")
-SWITCHES = {  # options of commands that have no value
-    "json": "print JSON",
-    "quiet": "print only lines that are not ok",
-    "config_only": "check only the configuration",
-    "yes": "answer yes to questions, except before a reset with unknown effects",
-}
-COMMANDS = {
-    "run": Command(
-        "the daemon: serves the kubelet's device plugin API; systemctl reload reads its "
-        "configuration again",
-        ("config_file", *OPTIONS),
-        "tt-device-plugin run --unit=board",
-    ),
-    "list": Command(
-        "one row per chip: health, resource and users",
-        (
-            "json",
-            "config_file",
-            *NEEDS_RESTART,
-            "resource_domain",
-            "resource_naming",
-            "unit",
-            "pod_resources_socket",
-        ),
-        "tt-device-plugin list --json",
-    ),
-    "check": Command(
-        "preflight for this node: configuration, service, driver, chips, hugepages, kubelet",
-        ("quiet", "config_only", "config_file", *OPTIONS),
-        "tt-device-plugin check --quiet",
-    ),
-    "fix": Command(
-        "fixes a chip: looks at it, shows the remedy and whom it affects, asks, applies it, looks "
-        "again",
-        ("yes", "config_file"),
-        "tt-device-plugin fix 0000:01:00.0",
-        "ADDRESS",
-        "PCI address of the chip, as list shows it",
-    ),
-}
-ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
-EPILOG = """\
-For the options of a command, run: tt-device-plugin COMMAND --help
-Most options can also be set by an environment variable or in the configuration
-file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
-"""
+class NoView(Refusal):
+    """Why there is no view of a running daemon; `level`: of the finding of `check`."""
+
+    def __init__(self, level: str, problem: str, command: str = "") -> None:
+        self.level = level
+        self.reason = Reason(problem, command)
+        super().__init__(f"the service {self.reason}")
 
 
-class HelpFormatter(argparse.RawTextHelpFormatter):
-    """Shows a switch of the configuration as --switch[=BOOL]; argparse would add a space."""
-
-    def __init__(self, prog: str, **_: Any) -> None:
-        # With a width argparse does not import shutil, which costs 3 ms of each start.
-        super().__init__(prog, width=HELP_WIDTH, max_help_position=8)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if action.option_strings and action.nargs == "?":
-            return f"{action.option_strings[0]}[=BOOL]"
-        return super()._format_action_invocation(action)
-
-
-def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
-    """Return a parser whose help has these texts; an abbreviated flag is an unknown one."""
-    usage = f"tt-device-plugin {command} [OPTIONS]"
-    return argparse.ArgumentParser(
-        program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
-    )
-
-
-def overview_parser() -> argparse.ArgumentParser:
-    """Return the parser of a command line that does not begin with a command."""
-    about = f"{ABOUT}\n\ncommands:\n"
-    for name, command in COMMANDS.items():
-        about += _filled(f"  {name:7} {command.help}", indent=10)
-
-    parser = _parser("tt-device-plugin", "|".join(COMMANDS), about, EPILOG)
-    parser.add_argument("command", nargs="?", choices=[*COMMANDS], help=argparse.SUPPRESS)
-    version = f"tt-device-plugin {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    return parser
-
-
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command's options."""
-    command = COMMANDS[name]
-    about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
-    example = f"example:\n  {command.example}\n"
-    usage = f"{name} {command.argument}".rstrip()
-    parser = _parser(f"tt-device-plugin {name}", usage, about, example)
-    if command.argument:
-        parser.add_argument("argument", metavar=command.argument, help=command.argument_help)
-
-    # The daemon's other options are accepted as well: it is easiest to give all commands the same.
-    for option in dict.fromkeys([*command.options, *OPTIONS]):
-        if option in SWITCHES:
-            parser.add_argument(flag_of(option), action="store_true", help=SWITCHES[option])
-            continue
-
-        key = KEYS.get(option, CONFIG_FILE)
-        default = getattr(Settings(), option, DEFAULT_CONFIG_FILE)
-        shown = str(default).lower() if key.is_switch else default
-        text = _filled(f"{key.help}; default {shown} [{variable_of(option)}]", HELP_WIDTH - 8)
-        parser.add_argument(
-            flag_of(option),
-            metavar="|".join(key.choices) or option.rpartition("_")[2].upper(),
-            nargs="?" if key.is_switch else None,
-            const="true" if key.is_switch else None,
-            help=text if option in command.options else argparse.SUPPRESS,
-        )
-    return parser
-
-
-def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
-    """Return a text in lines of this width; all but the first are indented."""
-    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """Return the command and its options; a wrong word or --help ends the program."""
-    if not words or words[0] not in COMMANDS:
-        parser = overview_parser()
-        parser.parse_args(words)
-        parser.print_help(sys.stderr)
-        parser.exit(2, f"\ntt-device-plugin: a command is missing: {either([*COMMANDS])}\n")
-
-    name, *others = words
-    parser = command_parser(name)
-    options, unknown = parser.parse_known_args(others)
-    if unknown:
-        parser.error(_unrecognized(unknown, name))
-    return name, options
-
-
-def _unrecognized(words: Sequence[str], command: str) -> str:
-    """Return the error about words that are not options of a command."""
-    text = f"unrecognized arguments: {' '.join(words)}"
-    flag = words[0].partition("=")[0]
-    if not flag.startswith("--"):
-        return text
-
-    if others := [name for name, each in COMMANDS.items() if flag in map(flag_of, each.options)]:
-        return f"{flag} is valid only with {either(others)}"
-    near = nearest(flag[2:].replace("-", "_"), COMMANDS[command].options)
-    return f"{text}; did you mean {flag_of(near)}?" if near else text
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if "run" in words[:1]:  # a reload must not kill the daemon before it has a handler for it
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-
-    command, options = parse_command_line(words)
-    set_up_logging(os.environ, has_timestamps=command == "run")
-    try:
-        return run_daemon(vars(options)) if command == "run" else run_command(command, options)
-    except ConfigError as error:
-        log.error("%s", error)
-        return EXIT_CONFIG if command == "run" else 1
-
-
-def run_daemon(flags: Flags) -> int:
-    """Run the daemon; return its exit status. Raises ConfigError."""
-
-    def load() -> Settings:
-        settings = load_settings(flags, os.environ)
-        for warning in unknown_variables(os.environ):
-            log.warning("%s", warning)
-        return settings
-
-    return asyncio.run(Daemon(load(), load, ServiceManager(os.environ)).run())
-
-
-def run_command(command: str, options: argparse.Namespace) -> int:
-    """Run a command that shows something; return its exit status. Raises ConfigError."""
-    # An interrupt or a closed pipe ends the command without a traceback. The shell has a command in
-    # the background of a script ignore the terminal's Ctrl-C.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log.setLevel("ERROR")  # the command itself prints the rest
-
-    # An invalid flag or variable ends the command. An invalid file does not: the daemon, which the
-    # command is about, runs on with the last valid one.
-    problem = None
-    try:
-        settings = load_settings(vars(options), os.environ)
-    except ConfigError as error:
-        problem = str(error)
-        settings = load_settings(vars(options), os.environ, ignore_file=True)
-
-    try:
-        if command == "check":
-            findings = check_configuration(problem, unknown_variables(os.environ))
-            if not options.config_only:
-                findings = chain(findings, check_node(settings, problem))
-            return print_findings(findings, is_quiet=options.quiet)
-
-        if problem:
-            log.error("%s", problem)
-        if command == "fix":
-            is_valid = problem is None
-            return fix(settings, options.argument, is_valid=is_valid, says_yes=options.yes)
-        return list_devices(settings, is_valid=problem is None, as_json=options.json)
-
-    except OSError as error:  # sysfs cannot be read, or there are too many open files
-        log.error(CANNOT_LOOK, _text_of(error))
-        return 1
-
-
-def _text_of(error: OSError) -> str:
-    """Return the reason of an error, after the file that it is about, if there is one."""
-    reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename else reason
-
-
-def print_safely(text: str) -> None:
-    """Print a text with escaped control characters; an ASCII terminal gets ASCII."""
-    shown = printable(text)
-    if not _shows_utf8():
-        shown = shown.translate(str.maketrans("×…°", "x. ")).encode("ascii", "replace").decode()
-    print(shown)
-
-
-def _shows_utf8() -> bool:
-    """Return whether the output can show UTF-8."""
-    if (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8"):
-        return False
-    import locale  # here, because it would cost 1 ms of each start
-
-    # With LC_ALL=C, Python writes UTF-8, also to a terminal that has asked for ASCII (PEP 540).
-    return not sys.stdout.isatty() or locale.nl_langinfo(locale.CODESET) == "UTF-8"
-
-
-def print_lines(lines: Iterable[str]) -> bool:
-    """Print the output of a command; return whether that is possible. If not, stderr has why."""
-    if sys.stdout is None:
-        log.error("cannot write to stdout: it is closed")
-        return False
-
-    try:
-        for line in lines:
-            print_safely(line)
-        sys.stdout.flush()
-    except OSError as error:
-        log.error("cannot write to stdout: %s", error.strerror)
-        # Else Python tries again at its end, and exits with another status.
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            try:
-                stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return False
-    return True
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal, at most WIDTH; None if the output is not one."""
-    with suppress(OSError):
-        # 0 if the terminal does not report its size.
-        return min(WIDTH, os.get_terminal_size(1).columns or WIDTH)
-    return None
-
-
-def wrapped(text: str, command: str, width: int | None, indent: str = "    ") -> Iterator[str]:
-    """Yield the lines of a text and a command.
-
-    On a terminal, the command is on a separate line, whatever its length: one that is broken by
-    the end of a line would do something else when it is pasted. Else, both are one line.
-    """
-    if width is None:
-        yield str(Reason(text, command))
-        return
-
-    introduction = f"{text}; run:" if command else text
-    yield from textwrap.wrap(
-        introduction,
-        width,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    if command:
-        yield f"{indent}{command}"
+def say(text: str) -> None:
+    """Print a line at once, with the control characters of names that others choose escaped."""
+    print(printable(text), flush=True)
 
 
 # -- the view of the node --------------------------------------------------------------------------
 
-
-class ServiceProblem(NamedTuple):
-    """Why the view of the running service cannot be shown."""
-
-    level: str  # of the finding in `check`
-    text: str  # completes "the service …"
-    command: str = ""
-
-
-LOG_COMMAND = "journalctl -t tt-device-plugin -p warning"
-NOT_RUNNING = ServiceProblem("FAIL", "is not running", "systemctl start tt-device-plugin")
+# What the commands need of a view. A service that was not restarted after an upgrade has another
+# version; its view will do if it has all of this.
+NEEDED = {
+    "view": "version settings rejected driver unsupported chips problems",
+    "settings": "root runtime_dir device_plugin_dir cdi_dir hugepages mounts health",
+    "problems": "level subject kind problem command",
+    "chips": "id index bdf path card board arch serial numa_node firmware temperature power "
+    "healthy withheld resource replicas pods processes excluded since",
+}
 
 
-def get_view(settings: Settings, *, is_valid: bool) -> tuple[View, ServiceProblem | None]:
-    """Return the daemon's view; else that of one look, and why it is not the daemon's."""
-    answer = ask_service(settings, is_valid=is_valid)
-    if isinstance(answer, ServiceProblem):
-        return asyncio.run(look_once(settings)), answer
-    return answer, None
-
-
-def ask_service(settings: Settings, *, is_valid: bool) -> View | ServiceProblem:
-    """Return the view of the service, if it has the same roots and kubelet's directory.
-
-    If the configuration is not valid at present, the service runs on with the last valid one, which
-    can have others: its view will do.
-    """
-    # $RUNTIME_DIRECTORY can be another service's, from whose shell this command was started.
-    for directory in dict.fromkeys([settings.runtime_dir or RUNTIME_DIR, RUNTIME_DIR]):
-        answer = ask(f"{directory}/{STATUS_SOCKET}")
-        if answer is NOT_RUNNING:
-            continue
-        if isinstance(answer, ServiceProblem) or not is_valid:
-            return answer
-
-        for key in NEEDS_RESTART:
-            theirs, ours = answer[key], getattr(settings, key)
-            if theirs != ours:
-                remedy = "restart it, or run this command with its options"
-                return ServiceProblem("warn", f"uses {key} {theirs}, not {ours}; {remedy}")
-        return answer
-    return NOT_RUNNING
-
-
-def ask(path: str) -> View | ServiceProblem:
-    """Return the view of the daemon with this socket."""
+def read_view() -> View:
+    """Return the view of the running daemon, of whatever version; raises NoView."""
+    path = f"{os.environ.get('RUNTIME_DIRECTORY') or RUNTIME_DIR}/{STATUS_SOCKET}"
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(VIEW_TIMEOUT)
             connection.connect(path)
-            content = _received(connection)
-        if not content:  # see SharedText.get()
-            text = f"closed {path} without an answer: it is overloaded, or its log has an error"
-            return ServiceProblem("FAIL", text, LOG_COMMAND)
-        view: View = json.loads(content)
+            view: View = json.loads(connection.makefile("rb").read())
+        if not isinstance(view, dict) or view.get("program") != PROGRAM:
+            raise ValueError
 
-        version = view["version"]  # of another version no other key is known
-        is_ours = version != __version__ or view["program"] == PROGRAM
-        if not isinstance(version, str) or not is_ours:
-            raise ValueError("not a view")
-
-    except (FileNotFoundError, ConnectionRefusedError):
-        return NOT_RUNNING  # a daemon that was killed leaves its socket
+    except (
+        FileNotFoundError,
+        ConnectionRefusedError,
+    ):  # a daemon that was killed leaves its socket
+        raise NoView("FAIL", "is not running", START) from None
     except PermissionError:
-        text = f"cannot be reached (permission denied: {path}); run this command as root"
-        return ServiceProblem("warn", text)
+        raise NoView(
+            "warn", f"cannot be asked: {path}: permission denied; run it as root"
+        ) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        return ServiceProblem("FAIL", f"does not answer on {path}: {reason}")
-    except OTHER_FORM:
-        return ServiceProblem("FAIL", f"does not answer on {path}: not a view of this program")
-
-    if version != __version__:
-        text = f"is still version {version[:63]}, not {__version__}"
-        return ServiceProblem("FAIL", text, "systemctl restart tt-device-plugin")
+        raise NoView("FAIL", f"does not answer on {path}: {reason}") from None
+    except (ValueError, RecursionError):  # nothing, or another program's answer
+        text = f"does not answer on {path} with its view of the node"
+        raise NoView("FAIL", text, "journalctl -u tt-device-plugin") from None
     return view
 
 
-def _received(connection: socket.socket) -> bytes:
-    """Return all that the other side sends; raises OSError, ValueError.
-
-    It can be any program: the time and the number of bytes are limited.
-    """
-    deadline = monotonic() + VIEW_TIMEOUT
-    content = bytearray()
-    while part := connection.recv(1 << 20):
-        content += part
-        if monotonic() > deadline or len(content) > VIEW_MAX:
-            raise ValueError("too much")
-    return bytes(content)
-
-
-async def look_once(settings: Settings) -> View:
-    """Return a view of the node without the daemon; a stalled heartbeat would take two looks."""
-    host = Host(settings, wake=lambda: None)
-    host.read_chips(is_poll=False, details=True)
-
-    # Readings are collected all the while: a read is under way until then.
-    while not host.readers.is_over(monotonic()):
-        await asyncio.sleep(SETTLE_INTERVAL)
-        host.take_readings(monotonic())
-    host.take_readings(monotonic())  # and mark chips whose reads are blocked
-    host.inventory.date_faults(None)
-
-    with suppress(OSError):  # not root
-        host.refresh_holds(monotonic(), look=True)
-    with suppress(grpc.aio.AioRpcError, DecodeError):
-        holds = {hold.key for hold in host.holds.current(monotonic())}
-        host.holds.apply_names(await list_pods(settings.pod_resources_socket), holds)
-
-    view: View = json.loads(json.dumps(host.view(host.decide(monotonic()))))  # as from a daemon
+def read_usable_view() -> View:
+    """Return the view of the running daemon, with all that is needed; raises NoView."""
+    view = read_view()
+    if not is_usable(view):
+        # Only `check` knows whether a restart is safe: it reads the configuration.
+        text = f"is of version {view.get('version')}, whose view has another form"
+        raise NoView("warn", text, "tt-device-plugin check")
     return view
 
 
-# -- list ------------------------------------------------------------------------------------------
+def is_usable(view: View) -> bool:
+    """Return whether a view has all that the commands need."""
+    parts = [("view", view), ("settings", view.get("settings", {}))]
+    parts += [(name, each) for name in ("problems", "chips") for each in view.get(name, ())]
+    return all({*NEEDED[name].split()} <= part.keys() for name, part in parts)
 
 
-def list_devices(settings: Settings, *, is_valid: bool, as_json: bool) -> int:
-    """Print the chips; return the exit status. `is_valid`: whether the configuration is."""
-    view, problem = get_view(settings, is_valid=is_valid)
-    if problem:
-        text = f"this is a single look at the node: the service {problem.text}"
-        log.error("%s", printable(str(Reason(text, problem.command))))
-    outdated = outdated_because(view)
-    if outdated:
-        log.error("%s", printable(outdated))
-
-    lines = list_lines(view, terminal_width())
-    if as_json:
-        lines = iter(json.dumps(view["chips"], indent=2).splitlines())
-    return 0 if print_lines(lines) and not outdated else 1
-
-
-def outdated_because(view: View) -> str | None:
-    """Return why a view is older than it should be: the daemon cannot read the node's state."""
-    problems = view["service"]["problems"] if view["service"] else {}
-    return str(Reason(*problems[UNREADABLE_HOST])) if UNREADABLE_HOST in problems else None
-
-
-def list_lines(view: View, width: int | None) -> Iterator[str]:
-    """Yield the table and the lines below it; `width`: columns of a terminal."""
-    rows = view["chips"]
-    if rows:
-        firmware = common_value(row["firmware"] for row in rows) or "unknown"
-        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
-        yield from _table_lines(view, width)
-    elif not view["unsupported"] and not outdated_because(view):
-        yield "no Tenstorrent device on this node"
-
-    for addresses, problem, command in _faults(view):
-        yield from wrapped(f"{_subject(addresses)}: {problem}", command, width)
-    if view["unit"] == "board":
-        for bdf, text in view["unplaced"].items():
-            yield from wrapped(f"{bdf}: not advertised: {text}", "", width)
-    for device, text in view["withheld"].items():
-        yield from wrapped(f"{device} is withheld: {text}", "", width)
-    for resource in view["resources"]:
-        for device, text in resource["incomplete"].items():
-            yield from wrapped(f"{device}: {text}", "", width)
-    for bdf in view["unsupported"]:
-        yield from wrapped(f"{bdf}: not supported: {UNSUPPORTED}", "", width)
-
-    if rows:
-        in_use = sum(1 for row in rows if users_of(row))
-        unhealthy = len(view["faults"])
-        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
-
-
-def _faults(view: View) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Yield chips, problem with its time, and command of each fault: one cause is one line."""
-    found = defaultdict(list)
-    for bdf, fault in view["faults"].items():
-        found[fault["problem"], fault["command"]].append(bdf)
-
-    for (problem, command), addresses in found.items():
-        times = [view["faults"][bdf]["since"] for bdf in addresses]
-        first = min(filter(None, times), default=None)
-        yield addresses, f"{problem}{_since(first, time.time())}", command
-
-
-def _subject(addresses: Sequence[str]) -> str:
-    """Return how a line about these chips begins."""
-    return addresses[0] if len(addresses) == 1 else f"{len(addresses)} chips"
-
-
-def _since(moment: float | None, now: float) -> str:
-    """Return when a fault began, in local time; with the date from the second day on."""
-    if moment is None:
-        return ""
-    began, today = time.localtime(moment), time.localtime(now)
-    form = "%H:%M" if began[:3] == today[:3] else "%Y-%m-%d %H:%M"
-    return time.strftime(f" (since {form})", began)
-
-
-def _table_lines(view: View, width: int | None) -> Iterator[str]:
-    """Yield the table. On a terminal, columns that do not fit are left out, and named."""
-    table = [_cells(row, view) for row in view["chips"]]
-    table.insert(0, {title: title for title in table[0]})
-    widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
-
-    # A chip's ID is its address; the column is for the IDs of boards.
-    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
-        del widths["ID"]
-
-    omitted = []
-    for title in OMITTED_FIRST:
-        if width and sum(widths.values()) + 2 * len(widths) - 2 > width:
-            del widths[title]
-            omitted.append(title)
-
-    for cells in table:
-        padded = [cells[title].ljust(size) for title, size in widths.items()]
-        text = "  ".join(padded).rstrip()
-        yield f"{text[: width - 1]}…" if width and len(text) > width else text
-    if omitted:
-        yield from wrapped(f"(no room for {', '.join(omitted)}; list --json has all)", "", width)
-
-
-def _cells(row: View, view: View) -> dict[str, str]:
-    """Return a chip's row of the table, by the titles of the columns."""
-    cells = {}
-    for title, key in COLUMNS.items():
-        cells[title] = "-" if row[key] is None else str(row[key])
-    for title in ("°C", "W"):
-        cells[title] = cells[title].partition(".")[0]  # without decimals
-
-    cells["RESOURCE"] = without_domain(cells["RESOURCE"])
-    if row["replicas"]:
-        cells["RESOURCE"] += f" ×{row['replicas']}"
-
-    health = "healthy"
-    if fault := view["faults"].get(row["bdf"]):
-        health = fault["kind"].upper()
-    elif row["withheld"]:
-        health = "withheld"
-    elif row["excluded"]:
-        health = "excluded"
-    cells["HEALTH"] = health
-    cells["USED BY"] = _used_by(row)
-    return cells
-
-
-def _used_by(row: View) -> str:
-    """Return a chip's users: two names and a count."""
-    found = users_of(row)
-    if not found:
-        return "?" if None in (row["pods"], row["processes"]) else "-"
-    more = f" +{len(found) - 2}" if len(found) > 2 else ""
-    return ", ".join(found[:2]) + more
+def fault_of(view: View, bdf: str) -> View | None:
+    """Return the problem that is a chip's fault, if it has one."""
+    kinds = {kind.value for kind in Kind}
+    found = (each for each in view["problems"] if each["subject"] == bdf)
+    return next((each for each in found if each["kind"] in kinds), None)
 
 
 def users_of(row: View) -> list[str]:
@@ -7685,7 +7169,7 @@ def users_of(row: View) -> list[str]:
     found = pods_of(row)
     for process in row["processes"] or ():
         if not (row["pods"] and process["of_pod"]):
-            found.append(f"{printable(process['command'])}[{process['pid']}]")
+            found.append(f"{process['command']}[{process['pid']}]")
     return found
 
 
@@ -7695,727 +7179,88 @@ def pods_of(row: View) -> list[str]:
     return list(dict.fromkeys(pods))
 
 
-# -- fix: looks before it mends --------------------------------------------------------------------
-#
-# A command in a text is old when it is pasted: the device number can be another chip's by then. And
-# tt-smi resets *all* other cards of the node if it does not find the address that it was given. So
-# texts about a chip name this command, which takes one step at a time, each after a look at sysfs
-# and at the daemon's view. It runs with the operator's rights; the daemon does none of this.
-
-FIX_LOCK = "fix.lock"  # in the daemon's runtime directory
-INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-LOOK_INTERVAL = 0.25  # seconds between looks
-FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect; see Situation.follows_within
-RESET_TAKES = 30.0  # seconds that a reset, or the start of the firmware, may take
-WORMHOLE_STARTS_WITHIN = 120.0  # seconds for which the driver asks a silent Wormhole
-ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end, before it is killed
-VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
-TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
-STRUCTURAL = (Kind.GONE, Kind.NO_DRIVER, Kind.DEVICE_FILE)  # faults that sysfs and /dev show
-GALAXY_RESETS = (
-    "on a Galaxy, a reset needs CPLD firmware 1.16 or later; users report chips that could not be "
-    "used after a reset of some of a Galaxy's chips (tt-umd #3458); only tt-smi -glx_reset resets "
-    "all 32 chips, which interrupts every pod"
-)
-
-
-class Step(Enum):
-    """An action that can help a chip."""
-
-    RESCAN = "rescan the PCI bus, so that the kernel finds the card again"
-    LOAD = "load the driver, which concerns all chips of this node"
-    BIND = "bind the driver to the chip"
-    REBIND = "unbind the driver from the chip and bind it again"
-    MAKE_FILE = "make the device file again, with the numbers that sysfs has"
-    WAIT = "wait, because a reset or the start of the firmware takes its time"
-    RESET = "reset the chip with tt-smi"
-
-
-INTERRUPTING = (Step.REBIND, Step.RESET)  # they take a working chip from its users
-COSTS_NOTHING = (Step.MAKE_FILE, Step.WAIT)  # those after which pods need not be started again
-
-
-class End(NamedTuple):
-    """The reason not to take another step."""
-
-    text: str
-    is_well: bool = False
-
-
-class Plan(NamedTuple):
-    """A step with all that an answer to it is about: if any of it changes, it is asked again."""
-
-    step: Step | End
-    program: str = ""  # path of modprobe or tt-smi
-    command: str = ""  # as it is shown, so with the device number
-    pods: Sequence[Sequence[str]] = ()  # of each chip that it concerns
-    guests: Mapping[str, str] = {}  # see Situation
-
-
-class Situation(NamedTuple):
-    """A chip at one moment, as sysfs and the daemon show it, and the steps so far."""
-
-    function: PciFunction  # by sysfs
-    view: View  # the daemon's
-    override: str | None = None  # see driver_override()
-    fault: Fault | None = None  # by the daemon
-    now: float = 0.0  # Unix time
-    since: float | None = None  # when that kind of fault began, Unix time
-    ends_at: float | None = None  # when a thermal trip will be over, Unix time
-    in_service: bool = True  # False: excluded, and held by no pod
-    is_galaxys: bool = False
-    outdated: str | None = None  # why the daemon's view is older than it should be
-    guests: Mapping[str, str] = {}  # other drivers of chips that a reset can reset as well
-    is_arm64: bool = False
-    done: frozenset[Step] = frozenset()
-
-    @property
-    def row(self) -> View:
-        return row_of(self.view, self.function.bdf)
-
-    @property
-    def follows_within(self) -> float:
-        """Return the seconds after which a step was without effect."""
-        interval: float = self.view["health"]["interval"]
-        return max(FOLLOWS_WITHIN, 4 * interval)
-
-    @property
-    def lasts(self) -> float:
-        """Return the seconds for which the fault has lasted, inf if they are not known."""
-        # A clock that was set back meanwhile would have `fix` wait until it shows that time again.
-        is_known = self.since is not None and self.since <= self.now
-        return self.now - (self.since or 0.0) if is_known else inf
-
-    @property
-    def structural_fault(self) -> Fault | None:
-        """Return the fault that sysfs and /dev show, earlier than the daemon."""
-        return Chip(self.function).fault
-
-    @property
-    def present_fault(self) -> Fault | None:
-        """Return the fault by sysfs, else by the daemon; of one that is over, what it waits for."""
-        if self.structural_fault is None and self.fault and self.fault.kind in STRUCTURAL:
-            return self.fault._replace(text=WAITING)
-        return self.structural_fault or self.fault
-
-    @property
-    def is_current(self) -> bool:
-        """Return whether the daemon has seen what sysfs shows."""
-        shown = self.structural_fault.kind if self.structural_fault else None
-        known = self.fault.kind if self.fault and self.fault.kind in STRUCTURAL else None
-        return shown is known and not self.outdated
-
-
-def next_step(seen: Situation) -> Step | End:
-    """Return what to do next about a chip, or why nothing: the first row that applies.
-
-        the daemon's view is old            nothing: a pod can have got the chip since
-        out of service                      nothing
-        not on the bus                      RESCAN
-        another driver's                    nothing: a virtual machine may use the card
-        driver not loaded                   LOAD
-        not bound                           BIND
-        bound, but no class device          REBIND
-        device file missing or another's    MAKE_FILE
-        no fault                            nothing
-        the daemon still has one of these   nothing: it has not read the chip since
-        hot, tripped                        nothing: only cooling helps
-        resetting, silent                   WAIT; then REBIND; then RESET
-        any other fault                     RESET; nothing on arm64, where tt-smi cannot
-
-    No step is taken twice: if one was without effect, a power cycle is left.
-    """
-    function = seen.function
-    kind = seen.fault.kind if seen.fault else None
-    if seen.outdated:
-        return End(f"nothing is done: the service {seen.outdated}")
-    if not seen.in_service:
-        return End("nothing is done: the chip is excluded, and no pod holds it", is_well=True)
-
-    step = Step.RESET  # for the last two rows
-    if not function.on_bus:
-        step = Step.RESCAN
-    elif function.driver not in (None, DRIVER):
-        wait = f"to unbind {function.driver} would wait until it lets go"
-        return End(f"nothing is done: a virtual machine may use the card, and {wait}")
-    elif function.driver is None:
-        step = Step.BIND if function.driver_is_loaded else Step.LOAD
-    elif function.ordinal is None:
-        step = Step.REBIND
-    elif function.file_fault:
-        step = Step.MAKE_FILE
-    elif kind is None:
-        more = "nothing more" if seen.done else "nothing"
-        return End(f"{more} needs to be done", is_well=True)
-    elif kind in STRUCTURAL:
-        return End("the service has no reading of it yet; try again later")
-    elif kind in NO_COMMAND_HELPS:
-        return End(_why_cooling(seen))
-    elif kind in (Kind.RESETTING, Kind.SILENT):
-        # Firmware can be late. A Wormhole's driver asks it again and again; a Blackhole's asks only
-        # when it binds, and not after a reset either (tt-kmd).
-        is_late_wormhole = kind is Kind.SILENT and function.arch == "wormhole"
-        patience = WORMHOLE_STARTS_WITHIN if is_late_wormhole else RESET_TAKES
-        if seen.lasts < patience:
-            return Step.WAIT
-        if Step.REBIND not in seen.done:
-            step = Step.REBIND
-
-    if step is Step.RESET and seen.is_arm64:
-        return End("tt-smi cannot reset chips on arm64; what is left: drain this node, reboot it")
-    if step not in seen.done:
-        return step
-    if step is Step.LOAD:
-        return End("what is left: install the driver (tt-kmd) for the running kernel")
-    return End("what is left: power-cycle the host")
-
-
-def _why_cooling(seen: Situation) -> str:
-    """Return why nothing is done about a chip that is hot or has tripped."""
-    text = "nothing is done: only cooling helps; check the fans and the air flow"
-    if seen.ends_at is None:
-        return text
-    ends, today = time.localtime(seen.ends_at), time.localtime(seen.now)
-    form = "%H:%M:%S" if ends[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
-    moment = time.strftime(form, ends)
-    return f"{text}; the fault ends at {moment} if the chip does not trip again"
-
-
-def shown_command(step: Step, seen: Situation, settings: Settings, program: str) -> str:
-    """Return a shell command that does the same as a step; `program`: tt-smi or modprobe."""
-    bdf, path = seen.function.bdf, seen.function.path
-    drivers = f"{settings.sys}/bus/pci/drivers/{DRIVER}"
-    if step is Step.RESCAN:
-        return f"echo 1 > {settings.sys}/bus/pci/rescan"
-    if step is Step.LOAD:
-        return f"{program} {DRIVER}"
-
-    clear = "" if _is_free(seen) else f"echo > {seen.function.directory}/driver_override && "
-    if step is Step.BIND:
-        return f"{clear}echo {bdf} > {drivers}/bind"
-    if step is Step.REBIND:
-        return f"{clear}echo {bdf} > {drivers}/unbind; echo {bdf} > {drivers}/bind"
-
-    if step is Step.MAKE_FILE:
-        number = (read_text(f"{seen.function.class_device}/dev") or "").replace(":", " ")
-        remove = f"{'rmdir' if _is_real_directory(path) else 'rm -f'} {path}"
-        return f"mkdir -p {dirname(path)}; {remove}; mknod -m 666 {path} c {number}"
-
-    if step is Step.RESET:
-        return " ".join(reset_command(seen.function, program))
-    return ""
-
-
-def _is_free(seen: Situation) -> bool:
-    """Return whether driver_override lets our driver have the function.
-
-    While it names another driver, the kernel refuses to bind ours (ENODEV).
-    """
-    return seen.override in (None, DRIVER)
-
-
-def reset_command(function: PciFunction, tt_smi: str) -> list[str]:
-    """Return the command that resets this chip, and nothing if its number has gone meanwhile.
-
-    To tt-smi, an address that it does not find is *all* chips, a device file never is. And its
-    search for devices after a reset (--no_reinit: none) would open those that are in use.
-    """
-    return [tt_smi, "-r", f"/dev/{DRIVER}/{function.ordinal}", "--no_reinit"]
-
-
-def write_attribute(path: str, text: str) -> None:
-    """Write to an attribute of sysfs; raises OSError with the kernel's reason."""
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, text.encode())
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def make_device_file(function: PciFunction) -> None:
-    """Make a chip's device file as the kernel and the driver's udev rule do; raises OSError."""
-    number = read_attribute(f"{function.class_device}/dev")
-    directory, path = dirname(function.path), function.path
-    if not isdir(directory):
-        os.mkdir(directory)
-        os.chmod(directory, 0o755)
-
-    # Container runtimes can have made a directory there, for a file that did not exist.
-    if _is_real_directory(path):
-        os.rmdir(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(*map(int, number.split(":"))))
-    os.chmod(path, 0o666)  # whatever the umask
-
-
-def _is_real_directory(path: str) -> bool:
-    return isdir(path) and not os.path.islink(path)
-
-
-def find_program(name: str, settings: Settings) -> tuple[str | None, str]:
-    """Return the path of a program, None if there is none, and where it was looked for.
-
-    A simulated node has its own programs in the directory `bin` below its root.
-    """
-    import shutil  # here, because it would cost 3 ms of each start
-
-    directories = os.environ.get("PATH", os.defpath)
-    if settings.root != Settings().root:
-        directories = f"{settings.root}/bin"
-    return shutil.which(name, path=directories), directories
-
-
-@asynccontextmanager
-async def running(
-    command: Sequence[str], stdout: int | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a program of the card's tools, which ends with this context; raises OSError.
-
-    It has its own session, so that its children end with it.
-    """
-    # With TT_VISIBLE_DEVICES, tt-smi does not find a device that it leaves out.
-    environ = {name: text for name, text in os.environ.items() if name != "TT_VISIBLE_DEVICES"}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=subprocess.DEVNULL, stdout=stdout, env=environ, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                with suppress(asyncio.CancelledError):  # a second interrupt: do not wait for it
-                    ending = asyncio.ensure_future(process.wait())
-                    await asyncio.wait({ending}, timeout=ENDS_WITHIN)
-
-
-class Refusal(Exception):
-    """Why `fix` cannot go on, in one line, and its exit status."""
-
-    def __init__(self, text: str, status: int = 1) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-@contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Hold the lock that lets one `fix` at a time work on a node; raises Refusal, OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = holder_of_lock(os.fstat(descriptor).st_ino)
-            raise Refusal(f"another fix is at work on this node: {holder}") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def row_of(view: View, address: str) -> View:
-    """Return the row of a chip; raises Refusal if it was not seen since boot."""
-    rows: dict[str, View] = {row["bdf"]: row for row in view["chips"]}
-    if row := rows.get(address.lower()):
-        return row
-    if address.lower() in view["unsupported"]:
-        raise Refusal(f"{address} is not supported: {UNSUPPORTED}")
-
-    for board, chips in view["boards"].items():
-        if board.lower() == address.lower():
-            raise Refusal(f"{board} is a board; give the address of a chip: {either(chips)}", 2)
-    raise Refusal(f"{address!r} was not seen since boot; run: tt-device-plugin list", 2)
-
-
-def other_chips(view: View, row: View) -> list[View]:
-    """Return the other chips that a reset of this one resets: of a p300, its board's.
-
-    While one of the two has not reported the board's serial number, these are all that it can be:
-    the p300 chips whose board is not whole, but for those with another serial number.
-    """
-    if row["board"] != "p300":
-        return []
-
-    others = [each for each in view["chips"] if each["board"] == "p300" and each is not row]
-    whole = [chips for chips in view["boards"].values() if len(chips) == 2]
-    for chips in whole:
-        if row["bdf"] in chips:
-            return [each for each in others if each["bdf"] in chips]
-
-    found = []
-    on_whole_boards = set(chain(*whole))
-    for each in others:
-        serials = {each["serial"], row["serial"]} - {None}
-        if each["bdf"] not in on_whole_boards and len(serials) < 2:
-            found.append(each)
-    return found
-
-
-def fix(settings: Settings, address: str, *, is_valid: bool, says_yes: bool) -> int:
-    """Mend a chip; return the exit status. `is_valid`: whether the configuration is."""
-
-    def view_of_daemon() -> View:
-        answer = ask_service(settings, is_valid=is_valid)
-        if isinstance(answer, ServiceProblem):
-            raise Refusal(str(Reason(f"the service {answer.text}", answer.command)))
-        return answer
-
-    try:
-        view = view_of_daemon()
-        bdf = row_of(view, address)["bdf"]
-
-        # An invalid file may have other roots than the daemon works with.
-        roots = {key: view[key] for key in NEEDS_RESTART}
-        with locked(f"{view['runtime_dir']}/{FIX_LOCK}"):
-            mender = Mender(replace(settings, **roots), bdf, view_of_daemon, says_yes=says_yes)
-            return asyncio.run(mender.run())
-
-    except Refusal as refusal:
-        log.error("%s", printable(str(refusal)))
-        return refusal.status
-    except OSError as error:
-        advice = "; run it as root" if isinstance(error, PermissionError) else ""
-        log.error("%s", printable(f"{_text_of(error)}{advice}"))
-        return 1
-
-
-def _rows_hit(step: Step, seen: Situation) -> list[View]:
-    """Return the rows of the chips that a step concerns, this one first."""
-    row = seen.row
-    if step is Step.LOAD:
-        return [row, *(each for each in seen.view["chips"] if each is not row)]
-    return [row, *other_chips(seen.view, row)] if step is Step.RESET else [row]
-
-
-def _pods_hit(step: Step, seen: Situation) -> list[Sequence[str]]:
-    """Return the pods of each of these chips."""
-    return [pods_of(row) for row in _rows_hit(step, seen)]
-
-
-def _use(row: View, guests: Mapping[str, str] | None = None) -> str:
-    """Return who uses a chip, as the end of a line about it; `guests`: see Situation."""
-    if driver := (guests or {}).get(row["bdf"]):
-        return f"driver {driver} is bound, so a virtual machine may use it"
-    is_all = None not in (row["pods"], row["processes"])
-    if found := users_of(row):
-        return f"used by {', '.join(found)}{'' if is_all else ' (others are not known)'}"
-    return "not in use" if is_all else "its users are not known"
-
-
-class Mender:
-    """Brings a chip back to health, step after step.
-
-    An interrupt cancels the task where it awaits something. What must not be interrupted (an unbind
-    and its bind) awaits nothing, so there the interrupt counts afterwards.
-    """
-
-    def __init__(
-        self, settings: Settings, bdf: str, view_of_daemon: Callable[[], View], *, says_yes: bool
-    ) -> None:
-        """`view_of_daemon`: returns the present one; raises Refusal."""
-        self._settings = settings
-        self._bdf = bdf
-        self._view_of_daemon = view_of_daemon
-        self._says_yes = says_yes
-        self._on_terminal = os.isatty(0) and os.isatty(1)
-        self._tt_smi = ""  # its path, once its version is known to be new enough
-        self._done: set[Step] = set()
-        self._hit: dict[str, None] = {}  # pods whose chips were taken from them
-
-    async def run(self) -> int:
-        """Mend it; return the exit status. Raises Refusal, OSError."""
-        task = asyncio.current_task()
-        assert task
-        for number in INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
-                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-
-        try:
-            end = await self._mend()
-            self._say(end.text)
-            return 0 if end.is_well else 1
-        except asyncio.CancelledError:
-            if self._done:
-                with suppress(Refusal, OSError):
-                    self._show(self._look())
-            self._say("interrupted")
-            return 130
-        finally:
-            if self._hit:
-                self._say(f"pods that must be started again: {', '.join(self._hit)}")
-
-    async def _mend(self) -> End:
-        """Plan, ask, look again and take the step, until there is none; return why."""
-        # The daemon's view can be older than what sysfs shows.
-        seen = self._look()
-        if not seen.is_current and seen.in_service:
-            seen = await self._watch(seen.follows_within, lambda seen: seen.is_current)
-        self._show(seen)
-
-        while True:
-            plan = await self._plan(seen)
-            if isinstance(plan.step, End):
-                return plan.step
-            self._describe(plan, seen)
-            if refusal := await self._ask(plan.step, seen):
-                return refusal
-
-            # A person has thought about it, perhaps for hours.
-            seen = self._look()
-            if await self._plan(seen) != plan:
-                self._say("the chip or its pods have changed; your answer was for another step")
-                self._show(seen)
-                continue
-
-            await self._take(plan, seen)
-            limit = inf if plan.step is Step.WAIT else seen.follows_within
-            seen = await self._watch(limit, partial(self._has_followed, plan.step))
-            self._show(seen)
-
-    async def _plan(self, seen: Situation) -> Plan:
-        """Return the next step, and the subject of an answer to it."""
-        step, program = next_step(seen), ""
-        if step in (Step.LOAD, Step.RESET):
-            program, problem = await self._program("modprobe" if step is Step.LOAD else "tt-smi")
-            if problem:
-                step = End(problem)
-        if isinstance(step, End):
-            return Plan(step)
-
-        command = shown_command(step, seen, self._settings, program)
-        return Plan(step, program, command, _pods_hit(step, seen), seen.guests)
-
-    # Looks
-
-    def _look(self) -> Situation:
-        """Return what sysfs and the daemon show now; raises Refusal, OSError."""
-        view = self._view_of_daemon()
-        row = row_of(view, self._bdf)
-
-        bus = scan(self._settings, {}, driver_is_loaded=driver_version(self._settings) is not None)
-        function = bus.get(self._bdf)
-        if function is None or function.arch is None:  # another vendor's card, or none
-            function = PciFunction(self._bdf, row["arch"], on_bus=False)
-
-        guests = {}
-        for each in other_chips(view, row):
-            other = bus.get(each["bdf"])
-            if other and other.driver not in (None, DRIVER):
-                guests[other.bdf] = other.driver
-
-        # The daemon's monotonic clock is this process's, too; a person reads Unix time.
-        fault = view["faults"].get(self._bdf)
-        now = time.time()
-        ends_at = None
-        if fault and fault["kind"] == Kind.TRIPPED.value:
-            ends_at = now + fault["tripped_at"] + view["health"]["trip_holdoff"] - monotonic()
-
-        return Situation(
-            function,
-            view,
-            driver_override(function) if function.on_bus else None,
-            Fault(Kind(fault["kind"]), fault["problem"]) if fault else None,
-            now,
-            fault["since"] if fault else None,
-            ends_at,
-            in_service=row["healthy"] is not None,
-            is_galaxys=str(row["board"]).startswith("galaxy"),
-            outdated=outdated_because(view),
-            guests=guests,
-            is_arm64=os.uname().machine == "aarch64",
-            done=frozenset(self._done),
-        )
-
-    async def _watch(self, seconds: float, is_enough: Callable[[Situation], bool]) -> Situation:
-        """Look until it is enough, or for so long; return the last look."""
-        deadline = monotonic() + seconds
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL)
-            seen = self._look()
-            if is_enough(seen) or monotonic() >= deadline:
-                return seen
-
-    def _has_followed(self, step: Step, seen: Situation) -> bool:
-        """Return whether a step has helped, or is seen not to be enough."""
-        if step is Step.WAIT:
-            return next_step(seen) is not Step.WAIT
-        if not seen.is_current:
-            return False
-
-        # A new start of the firmware takes its time, and shows other faults meanwhile.
-        further = next_step(seen)
-        if isinstance(further, End) or step in INTERRUPTING:
-            return isinstance(further, End) and further.is_well
-        return True
-
-    # Lines and questions
-
-    def _say(self, text: str) -> None:
-        print_lines(wrapped(text, "", terminal_width()))
-
-    def _show(self, seen: Situation) -> None:
-        """Print how the chip is, and who uses it."""
-        row = seen.row
-        state = "healthy" if seen.in_service else "out of service"
-        if fault := seen.present_fault:
-            state = f"{fault.text}{_since(seen.since, seen.now) if seen.is_current else ''}"
-        card = row["card"] or row["arch"] or "unknown card"
-        self._say(f"{self._bdf} ({card}): {state}; {_use(row)}")
-
-    def _describe(self, plan: Plan, seen: Situation) -> None:
-        """Print the effect of a step, and whom else it affects."""
-        step = plan.step
-        assert isinstance(step, Step)
-        rows = _rows_hit(step, seen)
-        row, *others = rows
-
-        if step is Step.LOAD:
-            for each in others:
-                self._say(f"{each['bdf']}: {_use(each)}")
-        if step is Step.RESET and row["board"] == "p300":
-            whose = "the other chip of its board"
-            is_known = [each["serial"] for each in others] == [row["serial"] or ""]
-            if not is_known:
-                self._say(f"{whose}, which is not known, is reset too")
-            for each in others:
-                text = f", {whose}, is reset too" if is_known else f" may be {whose}"
-                self._say(f"{each['bdf']}{text}; {_use(each, seen.guests)}")
-        if step is Step.RESET and seen.is_galaxys:
-            self._say(GALAXY_RESETS)
-        if step in (Step.BIND, Step.REBIND) and not _is_free(seen):
-            self._say(f"driver_override keeps it for {seen.override}, and is cleared first")
-
-        is_used = step in INTERRUPTING and any(map(users_of, rows))
-        self._say(f"next step: {step.value}{', which interrupts its users' if is_used else ''}")
-        if self._on_terminal and plan.command:
-            print_lines([f"    {plan.command}"])
-
-    async def _ask(self, step: Step, seen: Situation) -> End | None:
-        """Return why a step is not taken, None if it is."""
-        needs_answer = step is Step.RESET and bool(seen.is_galaxys or seen.guests)
-        if self._says_yes and not needs_answer:
-            return None
-
-        undone = "nothing more is done" if self._done else "nothing is done"
-        if not self._on_terminal:
-            advice = "" if needs_answer else "; to answer yes in advance, use --yes"
-            return End(f"{undone}: the question needs a terminal{advice}")
-        if step is Step.WAIT:
-            return None  # it affects nobody
-
-        is_yes = (await self._answer("Do this? [y/N] ")).lower() in ("y", "yes")
-        return None if is_yes else End(undone)
-
-    async def _answer(self, question: str) -> str:
-        """Return the line that is typed as an answer, "" at the end of input."""
-        loop = asyncio.get_running_loop()
-        is_typed = asyncio.Event()
-        with suppress(termios.error):  # the terminal has been closed
-            termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
-        with suppress(OSError):
-            print(question, end="", flush=True)
-
-        loop.add_reader(0, is_typed.set)
-        try:
-            await is_typed.wait()
-        finally:
-            loop.remove_reader(0)
-
-        try:
-            answer = os.read(0, 4096)
-        except OSError:  # the terminal is being closed
-            raise asyncio.CancelledError from None
-        if not answer and not os.isatty(0):  # it has been closed: SIGHUP is on its way
-            raise asyncio.CancelledError
-        if not answer.endswith(b"\n"):
-            print_lines([""])
-        return answer.decode("utf-8", "replace").strip()
-
-    # Steps
-
-    async def _program(self, name: str) -> tuple[str, str]:
-        """Return the path of modprobe or tt-smi, and why it cannot be used."""
-        path, directories = find_program(name, self._settings)
-        if path is None:
-            return "", f"{name} was not found in {directories} (sudo has a PATH of its own)"
-        if name != "tt-smi" or path == self._tt_smi:
-            return path, ""
-
-        async with running([path, "--version"], stdout=subprocess.PIPE) as process:
-            assert process.stdout
-            line = asyncio.ensure_future(process.stdout.readline())
-            await asyncio.wait({line}, timeout=VERSION_TAKES)
-        is_known = line.done() and not line.exception()  # ValueError: a line without an end
-        version = line.result().decode("utf-8", "replace").strip() if is_known else ""
-        numbers = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", version)
-        if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
-            needed = ".".join(map(str, TT_SMI_NEEDED))
-            return "", f"{path} is version {version[:63] or 'unknown'}; {needed} or later is needed"
-        self._tt_smi = path
-        return path, ""
-
-    async def _take(self, plan: Plan, seen: Situation) -> None:
-        """Take a step, and note whose pods it has hit.
-
-        An error of the kernel is printed, as the next look shows what has become of the chip;
-        raises OSError if nothing can have been done.
-        """
-        step, program = plan.step, plan.program
-        assert isinstance(step, Step)
-        hit = [] if step in COSTS_NOTHING else plan.pods
-        self._done.add(step)
-        if step is Step.REBIND:
-            self._done.add(Step.BIND)  # which is a part of it
-
-        try:
-            if step is Step.RESET:
-                async with running(reset_command(seen.function, program)) as process:
-                    if status := await process.wait():  # which proves nothing
-                        self._say(f"tt-smi ended with status {status}")
-            else:
-                self._act(step, seen, program)
-
-        except OSError as error:
-            # Root's rights are missing, or a program cannot be run.
-            if isinstance(error, PermissionError) or program:
-                hit = []
-                raise
-            self._say(_text_of(error))
-        finally:  # an interrupted reset has hit them, too
-            self._hit |= dict.fromkeys(chain(*hit))
-
-        if step is Step.RESET:
-            # Another pod can have got a chip during the reset.
-            self._hit |= dict.fromkeys(chain(*_pods_hit(step, self._look())))
-
-    def _act(self, step: Step, seen: Situation, program: str) -> None:
-        """Take a step that an interrupt does not end: WAIT does nothing; raises OSError."""
-        bdf = self._bdf
-        bus = f"{self._settings.sys}/bus/pci"
-        driver = f"{bus}/drivers/{DRIVER}"
-        if step is Step.RESCAN:
-            write_attribute(f"{bus}/rescan", "1")
-
-        elif step is Step.LOAD:
-            # In its own session, it does not get the terminal's Ctrl-C either. Whether it has
-            # helped, the next look shows.
-            command = [program, DRIVER]
-            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
-
-        elif step in (Step.BIND, Step.REBIND):
-            if not _is_free(seen):
-                write_attribute(f"{seen.function.directory}/driver_override", "\n")
-            if step is Step.REBIND:
-                write_attribute(f"{driver}/unbind", bdf)
-            write_attribute(f"{driver}/bind", bdf)
-
-        elif step is Step.MAKE_FILE:
-            make_device_file(seen.function)
+def since_text(row: View, now: datetime) -> str:
+    """Return when a chip's fault began, in local time; with the date from the second day on."""
+    if row["since"] is None:
+        return ""
+    # Python 3.10 does not know the Z.
+    began = datetime.fromisoformat(row["since"].replace("Z", "+00:00")).astimezone(now.tzinfo)
+    form = "%H:%M" if began.date() == now.date() else "%Y-%m-%d %H:%M"
+    return began.strftime(f" (since {form})")
+
+
+# -- list ------------------------------------------------------------------------------------------
+
+
+def list_chips(options: argparse.Namespace) -> int:
+    """Print the chips; return the exit status."""
+    view = read_usable_view()
+    if options.json:
+        print(json.dumps(view["chips"], indent=2))
+    else:
+        for line in list_lines(view, datetime.now().astimezone()):
+            say(line)
+    return 0
+
+
+def list_lines(view: View, now: datetime) -> Iterator[str]:
+    """Yield the versions, a row for each chip, a line for each fault, and a total."""
+    rows = view["chips"]
+    if not rows:
+        yield "no Tenstorrent device on this node"
+        return
+
+    versions = {row["firmware"] for row in rows} - {None}
+    firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
+    yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+
+    table = [_cells(view, row) for row in rows]
+    if all(row["id"] in (row["bdf"], None) for row in rows):  # the column is for IDs of boards
+        for cells in table:
+            del cells["ID"]
+    table.insert(0, {title: title for title in table[0]})
+    widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
+    for cells in table:
+        yield "  ".join(cells[title].ljust(width) for title, width in widths.items()).rstrip()
+
+    times = {row["bdf"]: since_text(row, now) for row in rows}
+    for problem in view["problems"]:
+        if problem["kind"]:
+            subject = problem["subject"]
+            text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
+            yield str(Reason(text, problem["command"]))
+
+    unhealthy = sum(1 for row in rows if row["healthy"] is False)
+    in_use = sum(1 for row in rows if users_of(row))
+    yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
+
+
+def _cells(view: View, row: View) -> dict[str, str]:
+    """Return a chip's row of the table, by the titles of the columns."""
+    health = "withheld" if row["withheld"] else "healthy"
+    if fault := fault_of(view, row["bdf"]):
+        health = fault["kind"].upper()
+    elif row["healthy"] is None:
+        health = "excluded"
+
+    found = users_of(row)
+    users = ", ".join(found[:2]) or ("?" if None in (row["pods"], row["processes"]) else "-")
+    resource = without_domain(row["resource"] or "")
+    values = {
+        "N": row["index"],
+        "ADDRESS": row["bdf"],
+        "ID": row["id"],
+        "CARD": row["card"],
+        "SERIAL": row["serial"],
+        "NUMA": row["numa_node"],
+        "FIRMWARE": row["firmware"],
+        "RESOURCE": f"{resource} ×{row['replicas']}" if row["replicas"] else resource,
+        "°C": None if row["temperature"] is None else int(row["temperature"]),
+        "W": None if row["power"] is None else int(row["power"]),
+        "HEALTH": health,
+        "USED BY": f"{users} +{len(found) - 2}" if len(found) > 2 else users,
+    }
+    return {title: "-" if value in (None, "") else str(value) for title, value in values.items()}
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -8426,417 +7271,879 @@ class Finding(NamedTuple):
 
     level: str  # "ok", "warn" or "FAIL"
     subject: str
-    text: str
+    problem: str
     command: str = ""  # that helps
+
+    def __str__(self) -> str:
+        return f"{self.level:4}  {self.subject}: {Reason(self.problem, self.command)}"
 
 
 Findings = Iterator[Finding]
-METRICS_ARE_OLD = 120.0  # seconds
-PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
-GIANT_PAGES = f"/dev/{HUGETLBFS[0]}"  # where the host has its pages of 1 GiB
+PAGES_PER_CHIP = 4  # of 1 GiB, as Tenstorrent's tt-system-tools reserves for each device file
+GIANT_PAGES = "/dev/hugepages-1G"
+LANES_MAX = 32  # of a link; one of a chip that does not respond has 63 (all ones)
 
 
-def print_findings(findings: Iterable[Finding], *, is_quiet: bool) -> int:
-    """Print the findings; return 1 if any FAILs, or if they cannot be printed."""
-    found = list(findings)
-    shown = [each for each in found if each.level != "ok" or not is_quiet]
-    if is_quiet:  # for readers that cut it: node-problem-detector, a pager
-        shown.sort(key=lambda finding: finding.level != "FAIL")
-    width = terminal_width()
-    margin = max((len(each.subject) for each in shown), default=0) + 8
-
-    lines: list[str] = []
-    for level, subject, text, command in shown:
-        start = f"{level:4}  {subject}".ljust(margin)
-        lines += wrapped(start + text, command, width, " " * margin)
-
-    has_failed = any(each.level == "FAIL" for each in found)
-    return 0 if print_lines(lines) and not has_failed else 1
-
-
-def check_configuration(problem: str | None, warnings: Iterable[str]) -> Findings:
-    """Yield whether the configuration is valid, and the warnings about it."""
-    if problem:
-        yield Finding("FAIL", "configuration", problem)
-    else:
-        yield Finding("ok", "configuration", "valid")
-    for warning in warnings:
-        yield Finding("warn", "configuration", warning)
-
-
-def check_node(settings: Settings, problem: str | None) -> Findings:
-    """Yield all other findings, or the reason why there are no more; see Checks."""
+def check(options: argparse.Namespace) -> int:
+    """Print what is in order on this node, and what is not; return 1 if anything FAILs."""
+    invalid = None
     try:
-        yield from Checks(settings, problem).findings()
-    except OSError as error:
-        yield Finding("FAIL", UNREADABLE_HOST, CANNOT_LOOK % _text_of(error))
+        load_settings(vars(options), os.environ)
+    except ConfigError as error:
+        invalid = str(error)
+
+    if options.config_only:
+        found = [Finding("FAIL" if invalid else "ok", "configuration", invalid or "valid")]
+    else:
+        try:
+            view: View | NoView = read_view()
+        except NoView as no_view:
+            view = no_view
+        found = [*findings(view, invalid)]
+    found += [Finding("warn", "configuration", text) for text in unknown_variables(os.environ)]
+
+    shown = [each for each in found if each.level != "ok" or not options.quiet]
+    if options.quiet:  # for readers that cut it: node-problem-detector, a pager
+        shown.sort(key=lambda finding: finding.level != "FAIL")
+    for finding in shown:
+        say(str(finding))
+    return 1 if any(each.level == "FAIL" for each in found) else 0
 
 
-def file_command(path: str, problem: str) -> str:
-    """Return the command that helps if a file cannot be written, empty if there is none.
+def findings(view: View | NoView, invalid: str | None) -> Findings:
+    """Yield all findings about a node; `invalid`: why the configuration on disk is not valid."""
+    yield _configuration(view, invalid)
+    found = [_service(view, invalid)]
+    if not isinstance(view, NoView) and is_usable(view):
+        problems = view["problems"]
+        for each in problems:
+            found.append(Finding(each["level"], each["subject"], each["problem"], each["command"]))
+        for check in (_driver, _chips, _hugepages, _mounts, _kubelet, _other_allocators):
+            found += check(view)
 
-    A directory that is newer than the service is read-only in its sandbox. For other directories
-    than these, the unit needs ReadWritePaths=.
-    """
-    usual = Settings()
-    directories = (usual.cdi_dir, usual.labels_dir, dirname(usual.metrics_file))
-    is_read_only = problem.endswith(os.strerror(errno.EROFS))
-    is_new = is_read_only and dirname(path) in directories
-    return "systemctl restart tt-device-plugin" if is_new else ""
+    for finding in found:
+        # The service would not start again: it runs on with its last valid configuration.
+        if invalid and finding.command == RESTART:
+            problem = f"{finding.problem}; correct the configuration first"
+            finding = finding._replace(problem=problem, command="")
+        yield finding
 
 
-class Checks:
-    """The preflight of a node: what `check` looks at, beside the configuration."""
+def _configuration(view: View | NoView, invalid: str | None) -> Finding:
+    if invalid is None:
+        return Finding("ok", "configuration", "valid")
+    if isinstance(view, NoView):
+        command = view.reason.command if view.reason.command == START else ""
+    elif view.get("version") == __version__:
+        command = "systemctl reload tt-device-plugin"
+    else:  # this version's package is not configured yet
+        command = "dpkg --configure -a"
+    return Finding("FAIL", "configuration", f"{invalid}; correct it first", command)
 
-    def __init__(self, settings: Settings, problem: str | None) -> None:
-        """`problem`: of the configuration, whose file is ignored in the settings then."""
-        self._config_problem = problem
-        self._view, self._service_problem = get_view(settings, is_valid=problem is None)
 
-        # The settings are those of this command, except for what only the service knows: it can
-        # have its files from variables of its unit, and with an invalid configuration also roots
-        # and directory. A single look's view has those of this command.
-        of_service = (*KEYS_OF_SERVICE, *(NEEDS_RESTART if problem else ()))
-        self._settings = replace(settings, **{key: self._view[key] for key in of_service})
+def _service(view: View | NoView, invalid: str | None) -> Finding:
+    if isinstance(view, NoView):
+        if invalid and view.reason.command == START:
+            return Finding("FAIL", "service", "is not running, and cannot start: see configuration")
+        return Finding(view.level, "service", *view.reason)
 
-    def findings(self) -> Findings:
-        """Yield all findings, those on which others depend first."""
-        yield from self._service()
-        yield from self._driver()
-        yield from self._chips()
-        yield from self._hugepages()
-        yield from self._directories()
-        yield from self._cdi_file()
-        yield from self._other_files()
-        yield from self._kubelet()
-        yield from self._resources()
-        yield from self._other_allocators()
+    version = view.get("version")
+    if version != __version__:
+        return Finding("warn", "service", f"is still version {version}, not {__version__}", RESTART)
+    if view["rejected"] and not invalid:
+        text = f"the last reload was rejected: {view['rejected']}"
+        return Finding("FAIL", "service", text, "systemctl reload tt-device-plugin")
+    return Finding("ok", "service", f"version {version} is running")
 
-    def _service(self) -> Findings:
-        """Check that the service runs, with this configuration, and can serve pods."""
-        service, problem = self._view["service"], self._service_problem
-        if problem is NOT_RUNNING and self._config_problem:
-            yield Finding("FAIL", "service", "is not running, and cannot start: see configuration")
-        elif problem:
-            yield Finding(problem.level, "service", problem.text, problem.command)
-        elif service["rejected"] and not self._config_problem:
-            command = "systemctl reload tt-device-plugin"
-            yield Finding("FAIL", "service", service["rejected"], command)
-        else:
-            # Not its status: that has the commands of other lines, and a long line is wrapped.
-            text = f"{self._view['version']} is running"
-            if any(each["phase"] == Phase.REGISTERED.value for each in self._view["resources"]):
-                text += f", {REGISTERED_TEXT}"
-            if self._config_problem:
-                text += "; it cannot start again with this configuration"
-            yield Finding("ok", "service", text)
 
-        for subject, reason in (service or {}).get("problems", {}).items():
-            if subject != "CDI":  # see _cdi_file()
-                yield Finding("FAIL", subject, *reason)
+def _driver(view: View) -> Findings:
+    version = view["driver"]
+    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
+    if numbers and numbers < [2, 0]:
+        text = f"{version}: tt-umd of August 2026 and later needs tt-kmd 2.0 or later"
+        yield Finding("warn", "driver", text)
+    elif numbers and numbers < [2, 7]:
+        text = f"{version} cannot report stopped firmware; update tt-kmd to 2.7 or later"
+        yield Finding("warn", "driver", text)
+    elif version:
+        yield Finding("ok", "driver", version)
 
-    def _driver(self) -> Findings:
-        """Check that the driver is loaded, and new enough."""
-        version = self._view["driver"]
-        numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-        if version is None and self._view["driver_problem"]:
-            yield Finding("FAIL", "driver", *self._view["driver_problem"])
-        elif version is None:
-            yield Finding("warn", "driver", "not loaded, and no card on the PCI bus needs it")
-        elif numbers and numbers < [2, 0]:
-            text = f"{version}: tt-umd of August 2026 and later needs 2.0 or later"
-            yield Finding("warn", "driver", text)
-        elif numbers and numbers < [2, 7]:
-            text = f"{version} cannot report stopped firmware; update to 2.7 or later"
-            yield Finding("warn", "driver", text)
-        else:
-            yield Finding("ok", "driver", version)
 
-    def _chips(self) -> Findings:
-        """Check each chip, and whether boards are whole."""
-        rows = self._view["chips"]
-        for bdf in self._view["unsupported"]:
-            yield Finding("warn", bdf, f"not supported: {UNSUPPORTED}")
-        if not rows and not self._view["unsupported"] and not outdated_because(self._view):
-            yield Finding("warn", "chips", "none found")
+def _chips(view: View) -> Findings:
+    for bdf in view["unsupported"]:
+        text = "not supported: a Tenstorrent card of a generation that this program does not know"
+        yield Finding("warn", bdf, text)
+    if not view["chips"] and not view["unsupported"]:
+        yield Finding("warn", "chips", "none found")
 
-        for addresses, problem, command in _faults(self._view):
-            if command != LOAD_DRIVER:  # which the driver's line has
-                yield self._unhealthy(addresses, problem, command)
-
-        for row in rows:
-            if row["healthy"] is None:
-                text = f"{row['card'] or row['arch']}, excluded by the configuration"
-                yield Finding("ok", row["bdf"], text)
-            elif row["healthy"]:
-                yield from self._healthy(row)
-
-        yield from self._places()
-
-    def _unhealthy(self, addresses: Sequence[str], problem: str, command: str) -> Finding:
-        """Return the finding about chips with one fault and one remedy."""
-        rows = [row for row in self._view["chips"] if row["bdf"] in addresses]
-
-        # A chip that was not offered since boot costs no pod anything.
-        is_offered = any(row["resource"] or row["index"] is not None for row in rows)
-        card = rows[0]["card"] or rows[0]["arch"]
-        text = f"{card}: {problem}" if card else problem
-        if len(addresses) > 1:
-            text = f"{problem}: {', '.join(addresses)}"
-        return Finding("FAIL" if is_offered else "warn", _subject(addresses), text, command)
-
-    def _healthy(self, row: View) -> Findings:
-        """Check a chip without a fault for its telemetry, its PCIe link and its file's mode."""
-        bdf = row["bdf"]
+    for row in view["chips"]:
         card = row["card"] or row["arch"] or "unknown card"
-        withheld = f", withheld: held by {row['withheld']}" if row["withheld"] else ""
-        yield Finding("ok", bdf, f"{card}, {row['path']}, healthy{withheld}")
-        if row["temperature"] is None and row["firmware"] is None:
-            yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
+        if row["healthy"] is None:
+            yield Finding("ok", row["bdf"], f"{card}, excluded by the configuration")
+        elif row["healthy"]:
+            yield Finding("ok", row["bdf"], f"{card}, {row['path']}, healthy")
+            yield from _healthy_chip(row, _pci_directory(view, row))
 
-        directory = pci_directory(self._settings, bdf)
-        width = to_integer(read_text(f"{directory}/current_link_width"))
-        most = to_integer(read_text(f"{directory}/max_link_width"))
-        if width and most and width < most < DEAD_LINK_WIDTH:
-            text = f"PCIe link is x{width}, card supports x{most}"
-            yield Finding("warn", bdf, f"{text}; reseat the card, or check its slot")
 
-        with suppress(OSError):
-            mode = stat.S_IMODE(os.stat(row["path"]).st_mode)
-            if mode & 0o666 != 0o666:
-                text = f"{row['path']} has mode {mode:04o}, so not every user can open it"
-                yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
+def _healthy_chip(row: View, directory: str) -> Findings:
+    """Check a chip's telemetry, its PCIe link and its file's mode; `directory`: in sysfs."""
+    bdf, path = row["bdf"], row["path"]
+    if row["temperature"] is None and row["firmware"] is None:
+        yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
 
-    def _places(self) -> Findings:
-        """Check whether boards are known and whole."""
-        by_reason = defaultdict(list)
-        for bdf, text in self._view["unplaced"].items():
-            card = next(row["card"] for row in self._view["chips"] if row["bdf"] == bdf)
-            if self._view["unit"] == "board" or str(card).startswith("galaxy"):
-                by_reason[text].append(bdf)
-        for text, addresses in by_reason.items():
-            if self._view["unit"] == "board":
-                text = f"not advertised: {text}"
-            if len(addresses) > 1:
-                text = f"{text}: {', '.join(addresses)}"
-            yield Finding("warn", _subject(addresses), text)
+    width = to_integer(read_text(f"{directory}/current_link_width"))
+    most = to_integer(read_text(f"{directory}/max_link_width"))
+    if width and most and width < most <= LANES_MAX:
+        text = f"PCIe link is x{width}, card supports x{most}; reseat the card, or check its slot"
+        yield Finding("warn", bdf, text)
 
-        if not any(resource["incomplete"] for resource in self._view["resources"]):
-            for text in self._view["missing"]:
-                yield Finding("warn", "chips", text)
+    with suppress(OSError):
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & 0o666 != 0o666:
+            text = f"{path} has mode {mode:04o}, so not every user can open it"
+            yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
 
-    def _hugepages(self) -> Findings:
-        """Check for 1 GiB pages, which chips without a translating IOMMU need."""
-        chips = 0
-        for row in self._view["chips"]:
-            function = pci_directory(self._settings, row["bdf"])
-            is_translated = (read_text(f"{function}/iommu_group/type") or "").startswith("DMA")
-            if row["path"] and row["healthy"] is not None and not is_translated:
-                chips += 1
 
-        directory = f"{self._settings.sys}/kernel/mm/hugepages/hugepages-1048576kB"
-        available = to_integer(read_text(f"{directory}/nr_hugepages")) or 0
-        pages = f"{pluralize(available, 'page')} of 1 GiB"
-        needed = chips * PAGES_PER_CHIP
-        mounts = read_text(f"{self._settings.proc}/mounts") or ""
-        if available < needed:
-            without_iommu = f"{pluralize(chips, 'chip')} without an IOMMU (or iommu=pt)"
-            text = f"{pages}, but {without_iommu}: {needed} needed; add "
-            text += f"hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
-            yield Finding("warn", "hugepages", f"{text}, or install tt-system-tools")
-        elif chips and self._lack_hugetlbfs(mounts):
-            text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
-            # A second one would hide the first, which can have been mounted meanwhile.
-            mount = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
-            command = f"mountpoint -q {GIANT_PAGES} || {mount}"
-            yield Finding("warn", "hugepages", text, command)
-        elif chips:
-            yield Finding("ok", "hugepages", f"{pages}, {needed} needed")
-        else:
-            yield Finding("ok", "hugepages", f"{pages}, none needed")
+def _pci_directory(view: View, row: View) -> str:
+    return f"{view['settings']['root'].rstrip('/')}/sys/bus/pci/devices/{row['bdf']}"
 
-        if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
-            text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
-            yield Finding("ok", "hugepages", text)
 
-    def _lack_hugetlbfs(self, mounts: str) -> bool:
-        """Return whether containers that are to get the host's pages of 1 GiB cannot get them.
+def _hugepages(view: View) -> Findings:
+    """Check for pages of 1 GiB, which chips need unless an IOMMU translates their addresses."""
+    settings = view["settings"]
+    if settings["hugepages"] == "none":
+        return
 
-        `mounts`: the text of /proc/mounts.
-        """
-        settings = self._settings
-        is_replaced = any(mount.container == GIANT_PAGES for mount in settings.mounts)
-        is_mounted = f" {GIANT_PAGES} hugetlbfs " in mounts
-        return settings.hugepages != "none" and not is_replaced and not is_mounted
+    chips = 0
+    for row in view["chips"]:
+        domain = read_text(f"{_pci_directory(view, row)}/iommu_group/type") or ""
+        if row["path"] and row["healthy"] is not None and not domain.startswith("DMA"):
+            chips += 1
 
-    def _directories(self) -> Findings:
-        """Check the directories on the host that containers are to get, or have left."""
-        service = self._view["service"] or {}
-        for path, (reason, command) in service.get("resisting", {}).items():
-            yield Finding("warn", "directories", f"{path} cannot be emptied: {reason}", command)
+    root = settings["root"].rstrip("/")
+    mounts = read_text(f"{root}/proc/mounts") or ""
+    if chips:
+        yield _giant_pages(chips, root, mounts, settings["mounts"])
+    else:
+        yield Finding("ok", "hugepages", "none needed")
 
-        for mount in self._settings.mounts:
-            if not exists(mount.host):
-                text = f"{mount.host} does not exist; pods with devices cannot start"
-                yield Finding("warn", "mounts", text)
+    if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
+        text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
+        yield Finding("ok", "hugepages", text)
 
-        lock_dir = self._settings.sharing.lock_dir
-        if not self._settings.sharing.resources or lock_dir in ("", SHM):
-            return
 
-        # The default directory is a tmpfs, by the package's mount unit. Any other must only exist.
-        if lock_dir != Sharing().lock_dir:
-            if not isdir(lock_dir):
-                make_it = f"mkdir -m 755 -p {shlex.quote(lock_dir)}"
-                yield Finding("warn", "locks", f"{lock_dir} is not a directory", make_it)
-        elif not os.path.ismount(lock_dir):
-            mount_it = "systemctl start run-ttdp-shm.mount"
-            yield Finding("warn", "locks", f"no tmpfs is mounted on {lock_dir}", mount_it)
+def _giant_pages(chips: int, root: str, mounts: str, configured: Sequence[View]) -> Finding:
+    """Check the pages of 1 GiB for so many chips; `mounts`: the text of /proc/mounts."""
+    needed = chips * PAGES_PER_CHIP
+    without = f"{pluralize(chips, 'chip')} without an IOMMU, or with iommu=pt, "
+    need = f"{without}{'needs' if chips == 1 else 'need'} {needed}"
+    pool = f"{root}/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
+    pages = to_integer(read_text(pool))
+    if pages is None:
+        text = f"this kernel has no pages of 1 GiB, but {need}; enable the IOMMU"
+        return Finding("warn", "hugepages", text)
 
-        # A user who owns one can remove the locks of others in it.
-        with suppress(OSError):
-            for path in (lock_dir, *(f"{lock_dir}/{name}" for name in os.listdir(lock_dir))):
-                if user := os.lstat(path).st_uid:
-                    text = f"{path} belongs to user {user}, so containers may not take turns"
-                    yield Finding("warn", "locks", text, f"chown root {shlex.quote(path)}")
-
-    def _cdi_file(self) -> Findings:
-        """Compare the CDI file with the device files."""
-        settings, path = self._settings, self._cdi_path
-        if not settings.cdi_dir:
-            return
-
-        files = {row["bdf"]: row["path"] for row in self._view["chips"] if row["path"]}
-        why = self._file_problems.get(path) or "is the service running?"
-        command = file_command(path, why)
-        try:
-            described = cdi_nodes(read_others_file(path, 1 << 24).decode())
-        except FileNotFoundError:
-            # Without the directory no runtime looks for it, but pods may depend on it.
-            is_needed = isdir(settings.cdi_dir) or settings.device_list_strategy == "cdi"
-            if files and is_needed:
-                yield Finding("FAIL", "CDI", f"{path} does not exist; {why}", command)
-            return
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            yield Finding("FAIL", "CDI", f"{path} cannot be read: {reason}")
-            return
-
-        bdfs = described.keys() | files
-        if stale := sorted(bdf for bdf in bdfs if described.get(bdf) != files.get(bdf)):
-            text = f"{path} is out of date for {abbreviate(stale)}; {why}"
-            yield Finding("FAIL", "CDI", text, command)
-        else:
-            yield Finding("ok", "CDI", f"{path} is up to date")
-
-    @property
-    def _cdi_path(self) -> str:
-        return f"{self._settings.cdi_dir}/{CDI_FILE}"
-
-    @property
-    def _file_problems(self) -> dict[str, str]:
-        """Return why files of the service are not as they should be, by path."""
-        found: dict[str, str] = (self._view["service"] or {}).get("files", {})
-        return found
-
-    def _other_files(self) -> Findings:
-        """Check the other files that the service writes, and those that it cannot remove."""
-        for each, problem in self._file_problems.items():
-            if isdir(dirname(each)) and each != self._cdi_path:
-                yield Finding("FAIL", "files", f"{each} {problem}", file_command(each, problem))
-
-        # Without a daemon the metrics are old, of course.
-        path = self._settings.metrics_file
-        if self._view["service"] is None or path in self._file_problems:
-            return
-        with suppress(OSError):
-            age = time.time() - os.stat(path).st_mtime
-            if age > METRICS_ARE_OLD:
-                text = (
-                    f"{path} is {pluralize(int(age // 60), 'minute')} old; the log has the reason"
-                )
-                yield Finding("FAIL", "metrics", text, LOG_COMMAND)
-
-    def _kubelet(self) -> Findings:
-        """Check the kubelet's directory, its socket, and its checkpoint."""
-        directory = self._settings.device_plugin_dir
-        try:
-            # "/." takes the permission to enter the directory.
-            mode = os.stat(f"{directory}/.").st_mode
-        except PermissionError:
-            yield Finding("warn", "kubelet", f"{directory}: permission denied; run this as root")
-            return
-        except OSError:
-            why = "is a link to nothing" if os.path.islink(directory) else "does not exist"
-            yield Finding("warn", "kubelet", f"{directory} {why}; no kubelet has run yet")
-            yield from self._elsewhere(directory)
-            return
-
-        if not os.access(directory, os.W_OK | os.X_OK):
-            text = f"{directory} is not writable; run this as root, or check its mount"
-            yield Finding("FAIL", "kubelet", text)
-        if mode & 0o004:
-            text = (
-                f"every user can read {directory}, and so lock it, which would keep the daemon "
-                "from starting"
-            )
-            command = f"chmod 0750 {shlex.quote(directory)}"
-            yield Finding("warn", "kubelet", text, command)
-
-        path = f"{directory}/{KUBELET_SOCKET}"
-        number = connection_error(path)
-        if not number:
-            yield Finding("ok", "kubelet", f"{path} accepts connections")
-        elif number == errno.EACCES:
-            yield Finding("warn", "kubelet", f"{path}: permission denied; run this as root")
-        else:
-            text = f"kubelet does not answer on {path}: {os.strerror(number)}; is it running?"
-            yield Finding("warn", "kubelet", text)
-            yield from self._elsewhere(directory)
-
-        if problem := self._view["checkpoint_problem"]:
-            text = f"{problem}; the kubelet writes it again when the next pod starts"
-            yield Finding("warn", "kubelet", text)
-        for entry in self._view["unreadable"]:
-            text = f"{CHECKPOINT}: the entry of {entry} cannot be read: its chips are not protected"
-            yield Finding("warn", "kubelet", text)
-
-    def _elsewhere(self, directory: str) -> Findings:
-        """Look for a kubelet where all kubelets are, as the directory is their constant."""
-        constant = Settings().device_plugin_dir
-        if directory != constant and exists(f"{constant}/{KUBELET_SOCKET}"):
-            text = f"a kubelet is on {constant}, where each kubelet is; remove device_plugin_dir"
-            yield Finding("warn", "kubelet", text)
-
-    def _resources(self) -> Findings:
-        """Check that each resource is registered with a kubelet that runs, and has whole boards."""
-        is_kubelet_running = not connection_error(
-            f"{self._settings.device_plugin_dir}/{KUBELET_SOCKET}"
+    available = f"{pluralize(pages, 'page')} of 1 GiB"
+    if pages < needed:
+        text = (
+            f"{available}, but {need}; add hugepagesz=1G hugepages={needed} to the kernel command"
         )
-        for resource in self._view["resources"]:
-            name, phase = resource["name"], resource["phase"]
-            if is_kubelet_running and phase not in (None, Phase.REGISTERED.value):
-                yield Finding("FAIL", name, f"not registered: {resource['state']}")
-            for device, reason in resource["incomplete"].items():
-                yield Finding("FAIL", name, f"{device}: {reason}")
+        text += " line and reboot, or install tt-system-tools"
+        return Finding("warn", "hugepages", text)
 
-    def _other_allocators(self) -> Findings:
-        """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
-        registry = f"{dirname(dirname(self._settings.pod_resources_socket))}/plugins_registry"
-        signs = {registry: "tenstorrent", self._settings.cdi_dir: "k8s.tenstorrent.com-"}
-        found = []
-        for directory, sign in signs.items():
-            with suppress(OSError):
-                names = sorted(os.listdir(directory))
-                found += [printable(f"{directory}/{name}") for name in names if sign in name]
+    # The kernel prints a page size of 1 GiB as 1024M.
+    mounted = re.search(rf" {GIANT_PAGES} hugetlbfs \S*\bpagesize=(\w+)", mounts)
+    is_replaced = any(mount["container"] == GIANT_PAGES for mount in configured)
+    if not is_replaced and not mounted:
+        text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
+        mount = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+        return Finding("warn", "hugepages", text, mount)
+    if not is_replaced and mounted and mounted[1] != "1024M":
+        text = f"{GIANT_PAGES} has pages of {mounted[1]}; mount it with pagesize=1G"
+        return Finding("warn", "hugepages", text)
+    return Finding("ok", "hugepages", f"{available}, {needed} needed")
 
-        if found:
-            more = f" and {len(found) - 1} more" if found[1:] else ""
-            text = (
-                f"Tenstorrent's DRA driver is on this node, too ({found[0]}{more}), and can give "
-                "chips of this plugin to other pods; remove one of them"
-            )
-            yield Finding("warn", "allocators", text)
+
+def _mounts(view: View) -> Findings:
+    for mount in view["settings"]["mounts"]:
+        if not exists(mount["host"]):
+            text = f"{mount['host']} does not exist; pods with devices cannot start"
+            yield Finding("warn", "mounts", text)
+
+
+def _kubelet(view: View) -> Findings:
+    path = f"{view['settings']['device_plugin_dir']}/{KUBELET_SOCKET}"
+    if exists(path):
+        yield Finding("ok", "kubelet", f"{path} exists")
+    else:
+        yield Finding("warn", "kubelet", f"{path} does not exist; is the kubelet running?")
+
+
+def _other_allocators(view: View) -> Findings:
+    """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
+    settings = view["settings"]
+    registry = f"{dirname(settings['device_plugin_dir'])}/plugins_registry"
+    for directory, sign in (registry, "tenstorrent"), (settings["cdi_dir"], "k8s.tenstorrent.com-"):
+        for name in names_in(directory) if directory else ():
+            if sign in name:
+                text = (
+                    f"Tenstorrent's DRA driver is also on this node ({directory}/{name}), and can "
+                    "give chips of this plugin to other pods; remove one of them"
+                )
+                yield Finding("warn", "allocators", text)
+
+
+# -- fix: looks before it mends --------------------------------------------------------------------
+#
+# A command in a text is old when it is pasted: the device number can be another chip's by then. And
+# tt-smi resets *all* other cards of the node if it does not find the address that it was given. So
+# texts about a chip name this command, which takes one step at a time, each after a look at sysfs
+# and at the daemon's view. It runs with the operator's rights; the daemon does none of this.
+
+LOOK_INTERVAL = 0.25  # seconds between looks
+FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect, or for a reset to end by itself
+ANSWERS_WITHIN = 10.0  # seconds that a starved daemon has to answer after a step
+ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end before it is killed
+VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
+TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
+GALAXY_RESETS = (
+    "a reset of one chip of a Galaxy needs CPLD firmware 1.16 or later, and users report chips that "
+    "could not be used afterwards (tt-umd #3458); tt-smi -glx_reset resets all 32 chips instead, "
+    "which interrupts every pod"
+)
+
+
+class Step(Enum):
+    """What can help a chip; the value is how it is shown."""
+
+    RESCAN = "rescan the PCI bus, so that the kernel finds missing cards again"
+    LOAD = "load the driver, which concerns all chips of this node"
+    BIND = "bind the driver to the chip"
+    REBIND = "unbind the driver from the chip and bind it again"
+    MAKE_FILE = "make the device file again, with the numbers that sysfs has"
+    RESET = "reset the chip with tt-smi"
+    WAIT = "wait"  # which affects nobody, and is no command
+
+
+class End(NamedTuple):
+    """The reason not to take another step."""
+
+    text: str
+    is_well: bool = False
+
+
+class Look(NamedTuple):
+    """A chip at one moment, as sysfs and the daemon show it."""
+
+    function: PciFunction  # by sysfs
+    view: View  # the daemon's
+    override: str | None = None  # the only driver that the kernel may bind; None: any
+    file_number: str = ""  # major and minor of the device file, "245:0", by sysfs
+    is_arm64: bool = False
+
+    @property
+    def row(self) -> View:
+        return row_of(self.view, self.function.bdf)
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the chip's fault, by the daemon; empty if it has none."""
+        fault = fault_of(self.view, self.function.bdf)
+        return fault["kind"] if fault else ""
+
+
+class Plan(NamedTuple):
+    """A step, and all that an answer to it is about."""
+
+    step: Step
+    command: str  # which is shown and run
+    users: str  # of the chip
+    lines: tuple[str, ...] = ()  # whom else it concerns, and what must be known of it
+    pods: tuple[str, ...] = ()  # that lose their chips by it, or have lost them
+    needs_answer: bool = False  # which --yes does not give
+
+
+def row_of(view: View, address: str) -> View:
+    """Return the row of a chip; raises Refusal if it was not seen since boot.
+
+    The domain of its address can be left out, as lspci does.
+    """
+    wanted = address.lower()
+    found = [row for row in view["chips"] if wanted in (row["bdf"], row["bdf"].partition(":")[2])]
+    if len(found) == 1:
+        row: View = found[0]
+        return row
+    text = f"{address!r} fits several chips" if found else f"{address!r} was not seen since boot"
+    raise Refusal(f"{text}; run: tt-device-plugin list", 2)
+
+
+def next_step(look: Look, done: Sequence[Step]) -> Step | End:
+    """Return what to do next about a chip, or why nothing: the first row that applies.
+
+        excluded                            nothing
+        not on the bus                      RESCAN
+        driver not loaded                   LOAD
+        bound to another driver             nothing: a virtual machine may use the card
+        not bound                           BIND
+        bound, but no class device; silent  REBIND
+        device file missing or another's    MAKE_FILE
+        healthy                             nothing
+        hot, tripped                        nothing: only cooling helps
+        resetting                           WAIT, then REBIND
+        other faults of a present chip      RESET; nothing on arm64, where tt-smi cannot
+        a fault that sysfs does not show    WAIT, then nothing: the daemon has not seen it yet
+
+    A chip that is silent or resetting after REBIND is reset, too.
+    """
+    function, kind = look.function, look.kind
+    if look.row["excluded"]:
+        return End("nothing is done: the chip is excluded", look.row["healthy"] is not False)
+
+    step = Step.RESET
+    if not function.on_bus:
+        step = Step.RESCAN
+    elif not function.driver_is_loaded:
+        step = Step.LOAD
+    elif function.driver not in (None, DRIVER):
+        block = f"unbinding {function.driver} would block until the virtual machine ends"
+        return End(f"nothing is done: a virtual machine may use the card; {block}")
+    elif function.driver is None:
+        step = Step.BIND
+    elif function.ordinal is None:
+        step = Step.REBIND
+    elif function.file_fault and kind != "silent":
+        step = Step.MAKE_FILE
+    elif not kind:
+        return End(f"nothing {'more ' if done else ''}needs to be done", is_well=True)
+    elif kind in ("hot", "tripped"):
+        return End("nothing is done: only cooling helps; check the fans and the air flow")
+    elif kind in ("gone", "no_driver", "node"):
+        if Step.WAIT in done:
+            return End("nothing is done: the service does not see that this is over; see its log")
+        step = Step.WAIT
+    elif kind == "resetting" and Step.WAIT not in done:
+        step = Step.WAIT
+    elif kind in ("silent", "resetting") and _is_new(Step.REBIND, done):
+        step = Step.REBIND
+
+    if step is Step.RESET and look.is_arm64:
+        return End("tt-smi cannot reset chips on arm64; drain this node and reboot it")
+    if _is_new(step, done):
+        return step
+    if step is Step.LOAD:
+        return End("no step is left; install the driver (tt-kmd) for the running kernel")
+    late = "if the firmware is late, try again in some minutes"
+    return End(f"no step is left; {late}; else drain this node and power-cycle it")
+
+
+def _is_new(step: Step, done: Sequence[Step]) -> bool:
+    """Return whether a step was not taken yet; a Blackhole is bound again after its reset.
+
+    Its driver asks for the firmware's telemetry only when it binds (tt-kmd).
+    """
+    if step is Step.REBIND and Step.RESET in done:
+        done = done[done.index(Step.RESET) :]
+    return step not in done
+
+
+def is_well(look: Look) -> bool:
+    """Return whether a chip needs nothing."""
+    step = next_step(look, ())
+    return isinstance(step, End) and step.is_well
+
+
+def command_of(step: Step, look: Look, settings: Settings, tt_smi: str = "") -> str:
+    """Return the shell command that is a step."""
+    function = look.function
+    bus, quote = f"{settings.sys}/bus/pci", shlex.quote
+    driver = f"{bus}/drivers/{DRIVER}"
+
+    if step is Step.RESCAN:
+        return f"echo 1 > {quote(f'{bus}/rescan')}"
+    if step is Step.LOAD:
+        modprobe = "modprobe" if settings.root == "/" else f"{settings.root}/bin/modprobe"
+        return f"{quote(modprobe)} {DRIVER}"
+    if step is Step.MAKE_FILE:
+        # Container runtimes can have made a directory there, for a file that did not exist.
+        path = quote(function.path)
+        make = f"mknod -m 666 {path} c {look.file_number.replace(':', ' ')}"
+        return f"mkdir -p -m 755 {quote(dirname(function.path))}; rm -df {path}; {make}"
+    if step is Step.RESET:
+        # To tt-smi an address that it does not find is *all* chips; a device file never is, nor is
+        # one that TT_VISIBLE_DEVICES leaves out. Its search for devices afterwards (--no_reinit:
+        # none) would open those that are in use.
+        target = f"/dev/{DRIVER}/{function.ordinal}"
+        return f"env -u TT_VISIBLE_DEVICES {quote(tt_smi)} -r {target} --no_reinit"
+
+    # While driver_override names another driver, the kernel refuses to bind ours (ENODEV). An
+    # unbind can fail because the driver has let go meanwhile: the bind follows in any case.
+    parts = []
+    if look.override not in (None, DRIVER):
+        parts.append(f"echo > {quote(f'{function.directory}/driver_override')}")
+    if step is Step.REBIND:
+        parts.append(f"echo {function.bdf} > {quote(f'{driver}/unbind')}")
+    return "; ".join([*parts, f"echo {function.bdf} > {quote(f'{driver}/bind')}"])
+
+
+def plan_of(step: Step, look: Look, command: str = "") -> Plan:
+    """Return a step with those whom it concerns."""
+    row, others = look.row, others_hit(step, look)
+    lines = []
+    needs_answer = False
+    if step is Step.RESET and row["board"] == "p300":
+        is_known = row["serial"] and [each["serial"] for each in others] == [row["serial"]]
+        beginning = "{}, the other chip of its board, is reset, too"
+        if not is_known:
+            lines.append("the other chip of its board, which is not known, is reset, too")
+            beginning = "{} may be that chip"
+        lines += [f"{beginning.format(each['bdf'])}; {use_of(each)}" for each in others]
+        needs_answer = not is_known or any(map(has_unknown_users, others))
+    else:
+        lines += [f"{each['bdf']}: {use_of(each)}" for each in others if use_of(each) != UNUSED]
+
+    if step is Step.RESET and str(row["board"]).startswith("galaxy"):
+        lines.append(GALAXY_RESETS)
+        needs_answer = True
+    if step in (Step.BIND, Step.REBIND) and look.override not in (None, DRIVER):
+        lines.append(f"driver_override keeps the chip for {look.override}, and is cleared")
+
+    pods = chain.from_iterable(map(pods_of, [row, *others]))
+    return Plan(step, command, use_of(row), tuple(lines), tuple(pods), needs_answer)
+
+
+def others_hit(step: Step, look: Look) -> list[View]:
+    """Return the rows of the other chips that a step concerns.
+
+    While one of a p300's two chips has not reported the board's serial, these are all that it can
+    be.
+    """
+    row = look.row
+    others = [each for each in look.view["chips"] if each["bdf"] != row["bdf"]]
+    if step is Step.LOAD:
+        return others
+    if step is Step.RESCAN:
+        gone = {each["subject"] for each in look.view["problems"] if each["kind"] == "gone"}
+        return [each for each in others if each["bdf"] in gone]
+    if step is not Step.RESET or row["board"] != "p300":
+        return []
+
+    p300s = [each for each in others if each["board"] == "p300"]
+    same = [each for each in p300s if each["serial"] and each["serial"] == row["serial"]]
+    if len(same) == 1:
+        return same
+    return [each for each in p300s if row["serial"] in (None, each["serial"]) or not each["serial"]]
+
+
+UNUSED = "not in use"
+
+
+def use_of(row: View) -> str:
+    """Return who uses a chip, as the end of a line about it."""
+    found = users_of(row)
+    if not found:
+        return "its users are not known" if has_unknown_users(row) else UNUSED
+    more = " (others are not known)" if has_unknown_users(row) else ""
+    return f"used by {', '.join(found)}{more}"
+
+
+def has_unknown_users(row: View) -> bool:
+    """Return whether not all users of a chip are known: a virtual machine may be one."""
+    return None in (row["pods"], row["processes"])
+
+
+def fix(options: argparse.Namespace) -> int:
+    """Mend a chip; return the exit status. Raises Refusal, OSError."""
+    view = read_usable_view()
+    mender = Mender(view, row_of(view, options.address)["bdf"], says_yes=options.yes)
+
+    # One at a time on a node; the lock ends with this process.
+    path = f"{view['settings']['runtime_dir']}/fix.lock"
+    try:
+        fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refusal("another fix is at work on this node") from None
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            signal.signal(number, signal.default_int_handler)
+    try:
+        return mender.mend()
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+        return 130
+    finally:
+        if mender.pods:
+            say(f"pods that must be started again: {', '.join(mender.pods)}")
+
+
+class Mender:
+    """Brings a chip back to health, step after step."""
+
+    def __init__(self, view: View, bdf: str, *, says_yes: bool) -> None:
+        self._settings = Settings(root=view["settings"]["root"])
+        # The daemon sees what has followed from a step at its polls.
+        self._patience = max(FOLLOWS_WITHIN, 3 * view["settings"]["health"]["interval"])
+        self._bdf = bdf
+        self._says_yes = says_yes
+        self._tt_smi = ""  # its path, once its version is known to be new enough
+        self._done: list[Step] = []
+        self.pods: dict[str, None] = {}  # those that must be started again
+
+    def mend(self) -> int:
+        """Look, ask and take a step, until there is none; return the exit status.
+
+        Raises Refusal, OSError, KeyboardInterrupt.
+        """
+        look = self._look()
+        self._show(look)
+        while True:
+            plan = self._plan(look)
+            if isinstance(plan, End):
+                say(plan.text)
+                return 0 if plan.is_well else 1
+
+            if plan.step is Step.WAIT:
+                look = self._wait(lambda look: next_step(look, self._done) is not Step.WAIT)
+                self._done.append(Step.WAIT)
+                self._show(look)
+                continue
+
+            for line in plan.lines:
+                say(line)
+            is_loss = plan.step in (Step.REBIND, Step.RESET) and plan.users != UNUSED
+            say(f"next step: {plan.step.value}{', which interrupts its users' if is_loss else ''}")
+            say(f"    {plan.command}")
+            if not self._is_agreed(plan):
+                return 1
+
+            # A person has thought about it, perhaps for hours.
+            look = self._look()
+            if self._plan(look) != plan:
+                say("this has changed since the question; nothing was done, it is asked again")
+                self._show(look)
+                continue
+
+            status = self._take(plan)
+            if plan.step is Step.RESET:
+                self._look_after_reset(look)
+            has_effect = status == 0 or plan.step is Step.RESET  # tt-smi's status proves nothing
+            look = self._wait(is_well) if has_effect else self._look()
+            self._show(look)
+
+    # Looks
+
+    def _look(self) -> Look:
+        """Return what sysfs and the daemon show now; raises Refusal, OSError."""
+        # A step can starve the daemon for a while.
+        deadline = monotonic() + (ANSWERS_WITHIN if self._done else 0)
+        while True:
+            try:
+                view = read_usable_view()
+                break
+            except NoView:
+                if monotonic() >= deadline:
+                    raise
+                time.sleep(LOOK_INTERVAL)
+
+        function = self._scan().get(self._bdf)
+        if function is None or function.arch is None:  # another vendor's card, or none
+            function = PciFunction(self._bdf, on_bus=False)
+        return Look(
+            function,
+            view,
+            override=driver_override(function) if function.on_bus else None,
+            file_number=read_text(f"{function.class_device}/dev") or "",
+            is_arm64=os.uname().machine == "aarch64",
+        )
+
+    def _scan(self) -> Bus:
+        is_loaded = driver_version(self._settings) is not None
+        return scan(self._settings, {}, driver_is_loaded=is_loaded)
+
+    def _wait(self, is_enough: Callable[[Look], bool]) -> Look:
+        """Look until it is enough, or the time is over; return the last look."""
+        say(f"waiting, at most {self._patience:g} s")
+        deadline = monotonic() + self._patience
+        while True:
+            time.sleep(LOOK_INTERVAL)
+            look = self._look()
+            if is_enough(look) or monotonic() >= deadline:
+                return look
+
+    def _show(self, look: Look) -> None:
+        """Print how the chip is, and who uses it."""
+        row, fault = look.row, fault_of(look.view, self._bdf)
+        state = "healthy"
+        if fault:
+            state = fault["problem"] + since_text(row, datetime.now().astimezone())
+        elif row["healthy"] is None:
+            state = "excluded"
+        card = row["card"] or row["arch"] or "unknown card"
+        say(f"{self._bdf} ({card}): {state}; {use_of(row)}")
+
+    # Plans and questions
+
+    def _plan(self, look: Look) -> Plan | End:
+        """Return the next step, or why there is none; raises Refusal without tt-smi."""
+        step = next_step(look, self._done)
+        if isinstance(step, End):
+            return step
+        if step is Step.RESET and not self._tt_smi:
+            self._tt_smi = find_tt_smi(self._settings)
+        return plan_of(step, look, command_of(step, look, self._settings, self._tt_smi))
+
+    def _is_agreed(self, plan: Plan) -> bool:
+        """Return whether the operator wants a step."""
+        if self._says_yes and not plan.needs_answer:
+            return True
+
+        undone = "nothing more is done" if self._done else "nothing is done"
+        if not (os.isatty(0) and os.isatty(1)):
+            advice = "ssh -t" if plan.needs_answer else "ssh -t, or --yes"
+            say(f"{undone}: the question needs a terminal ({advice})")
+            return False
+
+        with suppress(termios.error):  # the terminal has been closed
+            termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
+        print("Do this? [y/N] ", end="", flush=True)
+        answer = os.read(0, 4096)
+        if not answer.endswith(b"\n"):
+            print()
+        if answer.strip().lower() in (b"y", b"yes"):
+            return True
+        say(undone)
+        return False
+
+    # Steps
+
+    def _take(self, plan: Plan) -> int:
+        """Take a step, and note whose pods it has hit; return the status of its command."""
+        pods = dict.fromkeys(plan.pods)
+        user = os.environ.get("SUDO_USER") or os.environ.get("USER") or f"UID {os.getuid()}"
+        text = f"fix {self._bdf}: {user} runs: {plan.command}; pods: {', '.join(pods) or 'none'}"
+        write_to_journal(self._settings, text)
+
+        self._done.append(plan.step)
+        if plan.step in (Step.REBIND, Step.RESET):  # also if it fails, or is interrupted
+            self.pods |= pods
+        status = run_step(plan.command, can_be_ended=plan.step is Step.RESET)
+        if status:
+            say(f"the command has ended with status {status}")
+        elif plan.step is not Step.MAKE_FILE:
+            self.pods |= pods
+        return status
+
+    def _look_after_reset(self, before: Look) -> None:
+        """Say which card was reset if the chip has lost its number while tt-smi started.
+
+        Another pod can have got the other chip of a p300 meanwhile: it was healthy.
+        """
+        after = self._look()
+        self.pods |= dict.fromkeys(plan_of(Step.RESET, after).pods)
+        number = before.function.ordinal
+        for bdf, function in self._scan().items():
+            if function and function.ordinal == number and bdf != self._bdf:
+                say(f"the device number {number} is that of {bdf} now: tt-smi may have reset it")
+                self.pods |= dict.fromkeys(pods_of(row_of(after.view, bdf)))
+
+
+def find_tt_smi(settings: Settings) -> str:
+    """Return the path of tt-smi; raises Refusal if there is none that can be used.
+
+    A simulated node has its own programs in the directory `bin` below its root.
+    """
+    import shutil  # here, because it would cost 2 ms of each start
+
+    directories = os.environ.get("PATH", os.defpath)
+    if settings.root != "/":
+        directories = f"{settings.root}/bin"
+    needed = f"tt-smi {'.'.join(map(str, TT_SMI_NEEDED))} or later"
+    path = shutil.which("tt-smi", path=directories)
+    if path is None:
+        place = "install it from PyPI into root's PATH (sudo has a PATH of its own)"
+        raise Refusal(f"{needed} was not found in {directories}; {place}")
+
+    command = [path, "--version"]
+    try:
+        run = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=VERSION_TAKES
+        )
+    except subprocess.TimeoutExpired:
+        raise Refusal(f"{path} --version does not answer") from None
+    version = run.stdout.decode("utf-8", "replace").strip()
+    numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+    if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
+        raise Refusal(f"{path} is version {version[:63] or 'unknown'}; {needed} is required")
+    return path
+
+
+def run_step(command: str, *, can_be_ended: bool) -> int:
+    """Run a shell command; return its status.
+
+    It has a session of its own, so that Ctrl-C does not end it between an unbind and its bind. If
+    it can be ended, an interrupt ends it, with all that it has started.
+    """
+    shell = ["sh", "-c", command]
+    process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        if not can_be_ended:
+            process.wait()
+            raise
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def write_to_journal(settings: Settings, text: str) -> None:
+    """Write a line to the journal, if there is one (RFC 3164; 29: a notice of a daemon)."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.connect(f"{settings.dev}/log")
+        journal.send(f"<29>tt-device-plugin[{os.getpid()}]: {printable(text)}".encode())
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    """A command, which is the first word of the command line."""
+
+    act: Callable[[argparse.Namespace], int]  # returns the exit status
+    help: str
+    options: tuple[str, ...]  # without dashes, and with underscores
+    argument: str = ""  # a word that it needs
+    argument_help: str = ""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the daemon; return its exit status."""
+
+    def load() -> Settings:
+        settings = load_settings(vars(options), os.environ)
+        for warning in unknown_variables(os.environ):
+            log.warning("%s", warning)
+        return settings
+
+    try:
+        settings = load()
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
+
+
+SWITCHES = {  # options of commands that have no value
+    "json": "print an array of objects, see JSON in tt-device-plugin(8)",
+    "quiet": "print only lines that are not ok, those with FAIL first",
+    "config_only": "check only the configuration",
+    "yes": "answer yes, except before a reset on a Galaxy, or of a p300 if the users of its other "
+    "chip are not known",
+}
+COMMANDS = {
+    "run": Command(
+        run,
+        "the daemon, which systemd starts: serves the kubelet's device plugin API",
+        ("config_file", *OPTIONS),
+    ),
+    "list": Command(list_chips, "one row per chip: health, resource and users", ("json",)),
+    "check": Command(
+        check,
+        "preflight for this node: configuration, service, driver, chips, hugepages, kubelet",
+        ("quiet", "config_only", "config_file"),
+    ),
+    "fix": Command(
+        fix,
+        "mends a chip step by step: looks, shows the step and whom it hits, asks, takes it",
+        ("yes",),
+        "ADDRESS",
+        "PCI address of the chip, as list or lspci shows it",
+    ),
+}
+ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
+EPILOG = """\
+For the options of a command, run: tt-device-plugin COMMAND --help
+Most options can also be set by an environment variable or in the configuration
+file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; an abbreviated flag is an unknown one."""
+    # With a width argparse does not import shutil, which costs 2 ms of each start.
+    form = partial(argparse.RawDescriptionHelpFormatter, width=80, max_help_position=12)
+    common: Json = {"formatter_class": form, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(PROGRAM, description=ABOUT, epilog=EPILOG, **common)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, command in COMMANDS.items():
+        about = f"{command.help[0].upper()}{command.help[1:]}."
+        added = commands.add_parser(name, help=command.help, description=fill(about, 80), **common)
+        if command.argument:
+            added.add_argument("address", metavar=command.argument, help=command.argument_help)
+        for option in command.options:
+            _add_option(added, option)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add a flag. Values are parsed with the configuration, whose errors have other statuses."""
+    if name in SWITCHES:
+        parser.add_argument(flag_of(name), action="store_true", help=SWITCHES[name])
+        return
+
+    key = OPTIONS.get(name)
+    default = getattr(Settings(), name, DEFAULT_CONFIG_FILE)
+    shown = str(default).lower() if isinstance(default, bool) else default
+    help = f"{key.help if key else 'configuration file'}; default {shown} [{variable_of(name)}]"
+    metavar = "|".join(key.choices) if key and key.choices else name.rpartition("_")[2].upper()
+    if key and key.is_switch:
+        parser.add_argument(flag_of(name), metavar="BOOL", nargs="?", const="true", help=help)
+    else:
+        parser.add_argument(flag_of(name), metavar=metavar, help=help)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if "run" in words[:1]:  # a reload must not kill the daemon before it has a handler for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
+    parser = make_parser()
+    options = parser.parse_args(words)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+
+    set_up_logging(os.environ, has_timestamps=options.command == "run")
+    act = COMMANDS[options.command].act
+    return act(options) if options.command == "run" else run_command(act, options)
+
+
+def run_command(act: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command that shows something; return its exit status. An error is one line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader can end first, as `head` does
+    if isinstance(sys.stdout, TextIOWrapper):  # it can be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    try:
+        return act(options)
+    except Refusal as refusal:
+        log.error("%s", printable(str(refusal)))
+        return refusal.status
+    except OSError as error:
+        reason = f"{error.filename or 'stdout'}: {error.strerror or error}"
+        advice = "; run it as root" if isinstance(error, PermissionError) else ""
+        log.error("%s", printable(f"{reason}{advice}"))
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
