@@ -7699,7 +7699,8 @@ def plan_of(step: Step, look: Look, command: str = "") -> Plan:
         lines += [f"{beginning.format(each['bdf'])}; {use_of(each)}" for each in others]
         needs_answer = not is_known or any(map(has_unknown_users, others))
     else:
-        lines += [f"{each['bdf']}: {use_of(each)}" for each in others if use_of(each) != UNUSED]
+        used = [each for each in others if use_of(each) != UNUSED]
+        lines += [f"this also concerns {each['bdf']}: {use_of(each)}" for each in used]
 
     if step is Step.RESET and str(row["board"]).startswith("galaxy"):
         lines.append(GALAXY_RESETS)

@@ -22,6 +22,12 @@ from tests.world.processes import finished, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from tests.world.simulation import StartDaemon as StartDaemon
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of tests/test_golden.py."""
+    parser.addoption("--update-golden", action="store_true", help="write the outputs of now")
+
+
 WATCHDOG = {"WATCHDOG_USEC": "30000000"}  # environment of a daemon that has one
 READ_TIMEOUT = ttdp.READ_TIMEOUT  # the program's own, see `unhurried`
 
@@ -88,6 +94,7 @@ def unhurried() -> Iterator[None]:
     """Let reads of chips take as long as they need on a busy machine; see `reads_time_out`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "READ_TIMEOUT", UNHURRIED["READ_TIMEOUT"])
+        patch.setattr(ttdp, "HEARTBEAT_MISSES", 1_000_000)  # see settings_of()
         yield
 
 
@@ -119,7 +126,7 @@ def node() -> Iterator[SimulatedNode]:
 
 @pytest.fixture
 def ticking(node: SimulatedNode) -> Iterator[None]:
-    """Let the firmware of the node's cards live: for tests in which one stops, see STALLS."""
+    """Let the firmware of the node's cards live: for tests in which one stops."""
     with Ticker(node, 0.05):
         yield
 

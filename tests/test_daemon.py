@@ -18,7 +18,7 @@ from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.simulation import STALLS, RunningDaemon, settings_of
+from tests.world.simulation import RunningDaemon, settings_of
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 
@@ -438,7 +438,7 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
 ) -> None:
     """Its heartbeat is where it was; another one's has changed."""
     dead, revived = node.add("n150") + node.add("n150")
-    daemon = await start(health=STALLS, state_dir=str(short_tmp))
+    daemon = await start(state_dir=str(short_tmp))
     await kubelet.registered(N150)
 
     dead.freeze()
@@ -449,7 +449,7 @@ async def test_a_chip_that_was_dead_before_a_restart_is_unhealthy_in_the_first_l
     revived.beat()
 
     restarted = time.monotonic()
-    await start(interval=3600, health=STALLS, state_dir=str(short_tmp))
+    await start(interval=3600, state_dir=str(short_tmp))
     await kubelet.wait_for(lambda: kubelet.find("list", since=restarted))
     first = kubelet.find("list", since=restarted)[0].fields
 

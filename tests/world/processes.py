@@ -419,7 +419,6 @@ def outlets(home: Path) -> dict[str, str]:
         "cdi_dir": f"{home}/cdi",
         "labels_dir": f"{home}/features.d",
         "metrics_file": f"{home}/metrics/tt-device-plugin.prom",
-        "pod_resources_socket": f"{home}/pod-resources/kubelet.sock",
     }
 
 

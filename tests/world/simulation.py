@@ -5,8 +5,6 @@ error here. In this process (RunningDaemon), uevents come from a socket pair, as
 send them over netlink.
 
     python -m tests.world.simulation …     # the arguments are tt-device-plugin's own
-
-What that writes to sysfs goes to the socket TT_CONTROLS (see tests.world.controls).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import ttdp
-from tests.world.controls import kernel_writes
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.tree import errno_of
@@ -54,17 +51,13 @@ class SimulatedUevents(socket.socket):
         return self.recv(*arguments), (0, 1)
 
 
-STALLS = {"heartbeat_misses": 2}  # for the section [health]; needs firmware that lives
-NEVER = 1_000_000
-
-
 def settings_of(node: SimulatedNode, directory: Path, **others: Any) -> ttdp.Settings:
     """Return settings for a daemon on this node, with short polls unless `others` say otherwise.
 
-    No heartbeat is ever missed, unless STALLS says so: on a busy machine, firmware that a thread
-    plays does not keep up with such polls.
+    No heartbeat is ever missed, unless a test sets HEARTBEAT_MISSES: on a busy machine, firmware
+    that a thread plays does not keep up with such polls.
     """
-    health = {"heartbeat_misses": NEVER, **others.pop("health", {})}
+    health = others.pop("health", {})
     sharing = ttdp.Sharing(lock_dir=f"{directory.parent}/locks")
     return ttdp.Settings(
         device_plugin_dir=str(directory),
@@ -175,7 +168,7 @@ StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`
 
 
 def main(arguments: Sequence[str]) -> int:
-    with kernel_errors(), kernel_writes(os.environ.get("TT_CONTROLS")):
+    with kernel_errors():
         return ttdp.main(arguments)
 
 
