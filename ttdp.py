@@ -6561,7 +6561,9 @@ class Reporter:
     def status(self, decision: Decision) -> str:
         """Return the status line, with all problems that the daemon knows of."""
         host = self._host
-        problems = [*map(str, host.problems.values()), host.waits_for_directory, host.rejected]
+        rejected = f"the configuration was rejected at the last reload: {host.rejected}"
+        problems = [*map(str, host.problems.values()), host.waits_for_directory]
+        problems += [rejected] if host.rejected else []
         return status_line(decision, self._sessions.registrations, problems)
 
     def write_metrics_if_due(self, now: float) -> None:
@@ -7047,7 +7049,7 @@ class Daemon:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            self.host.rejected = f"the configuration was rejected at the last reload: {error}"
+            self.host.rejected = str(error)
             return
 
         # Files and sockets below these directories were opened at the start.
@@ -7507,9 +7509,9 @@ ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end before it is 
 VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
 TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
 GALAXY_RESETS = (
-    "a reset of one chip of a Galaxy needs CPLD firmware 1.16 or later, and users report chips that "
-    "could not be used afterwards (tt-umd #3458); tt-smi -glx_reset resets all 32 chips instead, "
-    "which interrupts every pod"
+    "a reset of one chip of a Galaxy needs CPLD firmware 1.16 or later, and users report chips "
+    "that could not be used afterwards (tt-umd #3458); tt-smi -glx_reset resets all 32 chips "
+    "instead, which interrupts every pod"
 )
 
 

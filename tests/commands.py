@@ -11,6 +11,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -91,6 +92,17 @@ class Served(Host):
     start: StartDaemon
     daemon: RunningDaemon = field(init=False)
 
+    async def view(self) -> dict[str, Any]:
+        """Return what the daemon answers on its status socket."""
+
+        def read() -> Any:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(self.root / ttdp.STATUS_SOCKET))
+                return json.loads(connection.makefile("rb").read())
+
+        view: dict[str, Any] = await asyncio.to_thread(read)
+        return view
+
     async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
         """Start the daemon, and wait until it is ready and has registered this resource."""
         self.daemon = await self.start(runtime_dir=str(self.root), **settings)
@@ -168,6 +180,17 @@ def _be_the_program(
         setattr(ttdp, name, value)
 
     sys.exit(simulation.main(words))
+
+
+def view_of(decision: ttdp.Decision, since: float | None = None) -> dict[str, Any]:
+    """Return the view of a decision, of which all faults began at this Unix time."""
+    states = {bdf: ttdp.ChipState(chip, since=since) for bdf, chip in decision.chips.items()}
+    service = ttdp.Service("", {}, None, {}, {}, {})
+    view = ttdp.view_of_node(
+        decision, states, service, knows_pods=True, unreadable=(), booted_at=0.0
+    )
+    found: dict[str, Any] = json.loads(json.dumps(view))
+    return found
 
 
 class Terminal:

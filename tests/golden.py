@@ -82,6 +82,9 @@ class Case:
         if program == "calls":
             yield from self._host.controls.calls
             return
+        if program == "config":
+            yield from self._config(*arguments)
+            return
 
         assert program == "tt-device-plugin"
         answer = self._host.run(*(each.replace("ROOT", str(self._host.root)) for each in arguments))
@@ -89,6 +92,20 @@ class Case:
         yield from text.replace(ttdp.__version__, "VERSION").splitlines()
         if answer.status:
             yield f"status {answer.status}"
+
+    def _config(self, content: str, *words: str) -> Iterator[str]:
+        """Yield what a configuration file means, beside flags and variables: "unit=board"."""
+        file = self._host.configure(content.replace("\\n", "\n"))
+        given = dict(word.split("=", 1) for word in words)
+        flags = {key: text for key, text in given.items() if key in ttdp.OPTIONS}
+        try:
+            settings = ttdp.load_settings({"config_file": str(file), **flags}, given)
+        except ttdp.ConfigError as error:
+            yield str(error).replace(str(file), "FILE")
+            return
+        for name, value in vars_of(settings):
+            if value != getattr(ttdp.Settings(), name):
+                yield f"{name} = {value!r}"
 
     # Lines that prepare
 
@@ -167,6 +184,10 @@ class Case:
     def control(self, name: str, value: str) -> None:
         """Change what comes of a command: an attribute of Controls."""
         setattr(self._host.controls, name, _value(value))
+
+
+def vars_of(settings: ttdp.Settings) -> list[tuple[str, object]]:
+    return [(each.name, getattr(settings, each.name)) for each in ttdp.fields(settings)]
 
 
 def _value(word: str) -> object:

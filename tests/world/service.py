@@ -59,6 +59,7 @@ class Service:
         self.rows: dict[str, JSON] = {}  # other values of chips' rows, by address
         self.settings: JSON = {}  # other settings
         self.problems: list[JSON] = []
+        self.answer: bytes | None = None  # instead of a view
         self._settings = ttdp.Settings(
             root=str(node.root),
             device_plugin_dir=f"{directory}/dp",
@@ -88,7 +89,7 @@ class Service:
         self._server.server_close()
 
     def _answer(self) -> bytes:
-        return json.dumps(self.view()).encode()
+        return json.dumps(self.view()).encode() if self.answer is None else self.answer
 
     def view(self) -> JSON:
         """Return the view of this moment."""
