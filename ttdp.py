@@ -7087,7 +7087,7 @@ class Refusal(Exception):
 
 
 class NoView(Refusal):
-    """Why there is no view of a running daemon; `level`: of the finding of `check`."""
+    """Why the daemon's view cannot be read; `level`: of the finding of `check`."""
 
     def __init__(self, level: str, problem: str, command: str = "") -> None:
         self.level = level
@@ -7447,10 +7447,8 @@ def _giant_pages(chips: int, root: str, mounts: str, configured: Sequence[View])
 
     available = f"{pluralize(pages, 'page')} of 1 GiB"
     if pages < needed:
-        text = (
-            f"{available}, but {need}; add hugepagesz=1G hugepages={needed} to the kernel command"
-        )
-        text += " line and reboot, or install tt-system-tools"
+        add = f"add hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
+        text = f"{available}, but {need}; {add}, or install tt-system-tools"
         return Finding("warn", "hugepages", text)
 
     # The kernel prints a page size of 1 GiB as 1024M.
@@ -7524,7 +7522,7 @@ class Step(Enum):
     REBIND = "unbind the driver from the chip and bind it again"
     MAKE_FILE = "make the device file again, with the numbers that sysfs has"
     RESET = "reset the chip with tt-smi"
-    WAIT = "wait"  # which affects nobody, and is no command
+    WAIT = "wait"  # without a command, as it affects nobody
 
 
 class End(NamedTuple):
@@ -7907,7 +7905,7 @@ class Mender:
             return False
 
         with suppress(termios.error):  # the terminal has been closed
-            termios.tcflush(0, termios.TCIFLUSH)  # what was typed before is no answer to this
+            termios.tcflush(0, termios.TCIFLUSH)  # the answer must be typed after the question
         print("Do this? [y/N] ", end="", flush=True)
         answer = os.read(0, 4096)
         if not answer.endswith(b"\n"):

@@ -10,7 +10,7 @@ Run them:
 
 Layout, by chapter of ttdp.py:
 
-    CONFIGURATION                     test_config
+    CONFIGURATION                     test_config, test_golden
     INVENTORY                         test_inventory
     HEALTH                            test_health
     CHIPS                             test_places, test_exclude
@@ -24,7 +24,7 @@ Layout, by chapter of ttdp.py:
     REPORTS: log                      test_health, test_resources, test_exclude
       labels                          test_outputs
       metrics                         test_metrics
-      status, view                    test_list
+      status, view                    test_reports
     THREADS                           test_readers
     FILES                             test_files
     SYSTEMD                           test_systemd
@@ -34,7 +34,7 @@ Layout, by chapter of ttdp.py:
     REGISTRATION                      test_session
     POD RESOURCES                     test_ownership
     CONNECTIONS                       test_metrics, test_list
-    COMMAND LINE                      test_cli, test_list, test_check, test_fix
+    COMMAND LINE                      test_golden, test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_postinst, test_sbom, test_make
@@ -42,15 +42,15 @@ Layout, by chapter of ttdp.py:
 
 Where a new test goes: to the chapter that it is about, into the nearest world in which its promise
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
-simulated node (the example below), what a command prints by commands.py; what only a real kubelet,
-runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if they find
+simulated node (the example below), what a command prints by a case of golden.py; what only a real
+kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if they find
 other faults, as these:
 
     who has a chip      test_holds: rules, each alone; test_holds_explored: any order of events, in
                         one book of holds; test_ownership: that calls and loop obey the book;
                         test_sequences: all outputs together; e2e: that kubelets are like ours
     directories         test_holds: which one an answer names; test_directories: that it is there
-    reasons             test_health: their texts; test_list: that every output has the same one
+    reasons             test_health: their texts; test_reports: that every output has the same one
 
 The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
 of two pods with one ID as it is: for these, test_holds and test_directories have a test each. On a
@@ -60,11 +60,13 @@ Helpers:
 
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
+    golden.py          cases of what is printed, as texts in golden/; --update-golden writes them
     documents.py       README and its like: their examples, which tests run
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards
     world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
+    world/service.py   a stand-in for the daemon, whose view of the node commands read
     world/kubelet.py   the reference kubelet; its arguments select version and runtime
     world/reference.py plugins that are not ours
     world/book.py      a book of holds, with a checkpoint, cgroups and a clock
