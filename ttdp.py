@@ -7124,15 +7124,12 @@ def read_view() -> View:
         if not isinstance(view, dict) or view.get("program") != PROGRAM:
             raise ValueError
 
-    except (
-        FileNotFoundError,
-        ConnectionRefusedError,
-    ):  # a daemon that was killed leaves its socket
+    # A daemon that was killed leaves its socket.
+    except (FileNotFoundError, ConnectionRefusedError):
         raise NoView("FAIL", "is not running", START) from None
     except PermissionError:
-        raise NoView(
-            "warn", f"cannot be asked: {path}: permission denied; run it as root"
-        ) from None
+        text = f"cannot be asked: {path}: permission denied; run it as root"
+        raise NoView("warn", text) from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise NoView("FAIL", f"does not answer on {path}: {reason}") from None
@@ -7159,11 +7156,10 @@ def is_usable(view: View) -> bool:
     return all({*NEEDED[name].split()} <= part.keys() for name, part in parts)
 
 
-def fault_of(view: View, bdf: str) -> View | None:
-    """Return the problem that is a chip's fault, if it has one."""
+def faults_of(view: View) -> dict[str, View]:
+    """Return the problems that are faults of chips, by address."""
     kinds = {kind.value for kind in Kind}
-    found = (each for each in view["problems"] if each["subject"] == bdf)
-    return next((each for each in found if each["kind"] in kinds), None)
+    return {each["subject"]: each for each in view["problems"] if each["kind"] in kinds}
 
 
 def users_of(row: View) -> list[str]:
@@ -7240,7 +7236,7 @@ def list_lines(view: View, now: datetime) -> Iterator[str]:
 def _cells(view: View, row: View) -> dict[str, str]:
     """Return a chip's row of the table, by the titles of the columns."""
     health = "withheld" if row["withheld"] else "healthy"
-    if fault := fault_of(view, row["bdf"]):
+    if fault := faults_of(view).get(row["bdf"]):
         health = fault["kind"].upper()
     elif row["healthy"] is None:
         health = "excluded"
@@ -7317,11 +7313,10 @@ def findings(view: View | NoView, invalid: str | None) -> Findings:
     yield _configuration(view, invalid)
     found = [_service(view, invalid)]
     if not isinstance(view, NoView) and is_usable(view):
-        problems = view["problems"]
-        for each in problems:
+        for each in view["problems"]:
             found.append(Finding(each["level"], each["subject"], each["problem"], each["command"]))
-        for check in (_driver, _chips, _hugepages, _mounts, _kubelet, _other_allocators):
-            found += check(view)
+        for part in (_driver, _chips, _hugepages, _mounts, _kubelet, _other_allocators):
+            found += part(view)
 
     for finding in found:
         # The service would not start again: it runs on with its last valid configuration.
@@ -7352,7 +7347,7 @@ def _service(view: View | NoView, invalid: str | None) -> Finding:
     version = view.get("version")
     if version != __version__:
         return Finding("warn", "service", f"is still version {version}, not {__version__}", RESTART)
-    if view["rejected"] and not invalid:
+    if view.get("rejected") and not invalid:
         text = f"the last reload was rejected: {view['rejected']}"
         return Finding("FAIL", "service", text, "systemctl reload tt-device-plugin")
     return Finding("ok", "service", f"version {version} is running")
@@ -7400,7 +7395,7 @@ def _healthy_chip(row: View, directory: str) -> Findings:
         yield Finding("warn", bdf, text)
 
     with suppress(OSError):
-        mode = stat.S_IMODE(os.stat(path).st_mode)
+        mode = stat.S_IMODE(os.stat(path or "").st_mode)
         if mode & 0o666 != 0o666:
             text = f"{path} has mode {mode:04o}, so not every user can open it"
             yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
@@ -7538,7 +7533,6 @@ class Look(NamedTuple):
     function: PciFunction  # by sysfs
     view: View  # the daemon's
     override: str | None = None  # the only driver that the kernel may bind; None: any
-    file_number: str = ""  # major and minor of the device file, "245:0", by sysfs
     is_arm64: bool = False
 
     @property
@@ -7548,7 +7542,7 @@ class Look(NamedTuple):
     @property
     def kind(self) -> str:
         """Return the kind of the chip's fault, by the daemon; empty if it has none."""
-        fault = fault_of(self.view, self.function.bdf)
+        fault = faults_of(self.view).get(self.function.bdf)
         return fault["kind"] if fault else ""
 
 
@@ -7646,12 +7640,6 @@ def _is_new(step: Step, done: Sequence[Step]) -> bool:
     return step not in done
 
 
-def is_well(look: Look) -> bool:
-    """Return whether a chip needs nothing."""
-    step = next_step(look, ())
-    return isinstance(step, End) and step.is_well
-
-
 def command_of(step: Step, look: Look, settings: Settings, tt_smi: str = "") -> str:
     """Return the shell command that is a step."""
     function = look.function
@@ -7666,7 +7654,8 @@ def command_of(step: Step, look: Look, settings: Settings, tt_smi: str = "") -> 
     if step is Step.MAKE_FILE:
         # Container runtimes can have made a directory there, for a file that did not exist.
         path = quote(function.path)
-        make = f"mknod -m 666 {path} c {look.file_number.replace(':', ' ')}"
+        number = f"$(tr : ' ' < {quote(f'{function.class_device}/dev')})"
+        make = f"mknod -m 666 {path} c {number}"
         return f"mkdir -p -m 755 {quote(dirname(function.path))}; rm -df {path}; {make}"
     if step is Step.RESET:
         # To tt-smi an address that it does not find is *all* chips; a device file never is, nor is
@@ -7691,13 +7680,11 @@ def plan_of(step: Step, look: Look, command: str = "") -> Plan:
     lines = []
     needs_answer = False
     if step is Step.RESET and row["board"] == "p300":
-        is_known = row["serial"] and [each["serial"] for each in others] == [row["serial"]]
-        beginning = "{}, the other chip of its board, is reset, too"
-        if not is_known:
-            lines.append("the other chip of its board, which is not known, is reset, too")
-            beginning = "{} may be that chip"
-        lines += [f"{beginning.format(each['bdf'])}; {use_of(each)}" for each in others]
-        needs_answer = not is_known or any(map(has_unknown_users, others))
+        whose = "the other chip of its board, is reset, too"
+        lines += [f"{each['bdf']}, {whose}; {use_of(each)}" for each in others]
+        needs_answer = len(others) != 1 or has_unknown_users(others[0])
+        if len(others) != 1:
+            lines = ["the other chip of its board, which is not known, is reset, too"]
     else:
         used = [each for each in others if use_of(each) != UNUSED]
         lines += [f"this also concerns {each['bdf']}: {use_of(each)}" for each in used]
@@ -7713,26 +7700,17 @@ def plan_of(step: Step, look: Look, command: str = "") -> Plan:
 
 
 def others_hit(step: Step, look: Look) -> list[View]:
-    """Return the rows of the other chips that a step concerns.
-
-    While one of a p300's two chips has not reported the board's serial, these are all that it can
-    be.
-    """
-    row = look.row
+    """Return the rows of the other chips that a step concerns."""
+    row, faults = look.row, faults_of(look.view)
     others = [each for each in look.view["chips"] if each["bdf"] != row["bdf"]]
-    if step is Step.LOAD:
-        return others
-    if step is Step.RESCAN:
-        gone = {each["subject"] for each in look.view["problems"] if each["kind"] == "gone"}
-        return [each for each in others if each["bdf"] in gone]
-    if step is not Step.RESET or row["board"] != "p300":
-        return []
-
-    p300s = [each for each in others if each["board"] == "p300"]
-    same = [each for each in p300s if each["serial"] and each["serial"] == row["serial"]]
-    if len(same) == 1:
-        return same
-    return [each for each in p300s if row["serial"] in (None, each["serial"]) or not each["serial"]]
+    if step in (Step.RESCAN, Step.LOAD):
+        kind = "gone" if step is Step.RESCAN else "no_driver"
+        return [each for each in others if faults.get(each["bdf"], {}).get("kind") == kind]
+    if step is Step.RESET and row["board"] == "p300" and row["serial"]:
+        return [
+            each for each in others if (each["board"], each["serial"]) == ("p300", row["serial"])
+        ]
+    return []
 
 
 UNUSED = "not in use"
@@ -7777,6 +7755,10 @@ def fix(options: argparse.Namespace) -> int:
             say(f"pods that must be started again: {', '.join(mender.pods)}")
 
 
+def _is_well(step: Step | End) -> bool:
+    return isinstance(step, End) and step.is_well
+
+
 class Mender:
     """Brings a chip back to health, step after step."""
 
@@ -7804,7 +7786,7 @@ class Mender:
                 return 0 if plan.is_well else 1
 
             if plan.step is Step.WAIT:
-                look = self._wait(lambda look: next_step(look, self._done) is not Step.WAIT)
+                look = self._wait(lambda step: step is not Step.WAIT)
                 self._done.append(Step.WAIT)
                 self._show(look)
                 continue
@@ -7828,7 +7810,7 @@ class Mender:
             if plan.step is Step.RESET:
                 self._look_after_reset(look)
             has_effect = status == 0 or plan.step is Step.RESET  # tt-smi's status proves nothing
-            look = self._wait(is_well) if has_effect else self._look()
+            look = self._wait(_is_well) if has_effect else self._look()
             self._show(look)
 
     # Looks
@@ -7853,7 +7835,6 @@ class Mender:
             function,
             view,
             override=driver_override(function) if function.on_bus else None,
-            file_number=read_text(f"{function.class_device}/dev") or "",
             is_arm64=os.uname().machine == "aarch64",
         )
 
@@ -7861,21 +7842,20 @@ class Mender:
         is_loaded = driver_version(self._settings) is not None
         return scan(self._settings, {}, driver_is_loaded=is_loaded)
 
-    def _wait(self, is_enough: Callable[[Look], bool]) -> Look:
-        """Look until it is enough, or the time is over; return the last look."""
+    def _wait(self, is_enough: Callable[[Step | End], bool]) -> Look:
+        """Look until the next step is as wanted, or the time is over; return the last look."""
         say(f"waiting, at most {self._patience:g} s")
         deadline = monotonic() + self._patience
         while True:
             time.sleep(LOOK_INTERVAL)
             look = self._look()
-            if is_enough(look) or monotonic() >= deadline:
+            if is_enough(next_step(look, self._done)) or monotonic() >= deadline:
                 return look
 
     def _show(self, look: Look) -> None:
         """Print how the chip is, and who uses it."""
-        row, fault = look.row, fault_of(look.view, self._bdf)
-        state = "healthy"
-        if fault:
+        row, state = look.row, "healthy"
+        if fault := faults_of(look.view).get(self._bdf):
             state = fault["problem"] + since_text(row, datetime.now().astimezone())
         elif row["healthy"] is None:
             state = "excluded"
@@ -7966,12 +7946,10 @@ def find_tt_smi(settings: Settings) -> str:
 
     command = [path, "--version"]
     try:
-        run = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=VERSION_TAKES
-        )
+        done = subprocess.run(command, capture_output=True, timeout=VERSION_TAKES)
     except subprocess.TimeoutExpired:
         raise Refusal(f"{path} --version does not answer") from None
-    version = run.stdout.decode("utf-8", "replace").strip()
+    version = done.stdout.decode("utf-8", "replace").strip()
     numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
         raise Refusal(f"{path} is version {version[:63] or 'unknown'}; {needed} is required")
