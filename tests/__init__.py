@@ -43,8 +43,8 @@ Layout, by chapter of ttdp.py:
 Where a new test goes: to the chapter that it is about, into the nearest world in which its promise
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
 simulated node (the example below), what a command prints by a case of golden.py; what only a real
-kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if they find
-other faults, as these:
+kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if
+they find other faults, as these:
 
     who has a chip      test_holds: rules, each alone; test_holds_explored: any order of events, in
                         one book of holds; test_ownership: that calls and loop obey the book;

@@ -31,8 +31,6 @@ from tests.world.processes import MEMORY, ROOT, is_usable
 from tests.world.service import problem
 
 DIRECTORY = ROOT / "tests/golden"
-# What waits for something in reality; there is nothing to wait for here.
-QUICK = {"FOLLOWS_WITHIN": 0.3, "LOOK_INTERVAL": 0.01}
 
 
 def names() -> list[str]:
@@ -56,7 +54,7 @@ class Case:
 
     def __init__(self, host: Commanded) -> None:
         self._host = host
-        host.constants |= QUICK
+        host.constants["LOOK_INTERVAL"] = 0.01
         host.environ |= {"TZ": "UTC", "USER": "operator"}
 
     def play(self, lines: list[str]) -> Iterator[str]:
@@ -180,6 +178,10 @@ class Case:
 
     def refuse(self, attribute: str) -> None:
         self._host.controls.refuse(attribute)
+
+    def patience(self, seconds: str) -> None:
+        """Let `fix` wait so long for what follows from a step: in cases in which nothing does."""
+        self._host.constants["FOLLOWS_WITHIN"] = float(seconds)
 
     def control(self, name: str, value: str) -> None:
         """Change what comes of a command: an attribute of Controls."""

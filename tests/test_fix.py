@@ -282,19 +282,15 @@ def answer(host: Commanded, typed: str, *words: str) -> tuple[int, str]:
         return terminal.ended(), terminal.text
 
 
-@pytest.mark.parametrize("typed", ["\n", "n\n", "yesterday\n", "\x04"])
-def test_any_answer_but_yes_is_a_no(host: Commanded, dead: Chip, typed: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "is_yes"),
+    [("\n", False), ("n\n", False), ("yesterday\n", False), ("\x04", False), (" YES \n", True)],
+)
+def test_any_answer_but_yes_is_a_no(host: Commanded, dead: Chip, typed: str, is_yes: bool) -> None:
     """Then nothing is done; status 1. (Ctrl-D is the end of input.)"""
     status, text = answer(host, typed)
-    assert (host.controls.calls, status) == ([], 1)
-    assert text.endswith("\nnothing is done\n")
-
-
-@pytest.mark.parametrize("typed", ["y\n", " YES \n"])
-def test_yes_is_a_yes(host: Commanded, dead: Chip, typed: str) -> None:
-    """In any case."""
-    status, _ = answer(host, typed)
-    assert (host.controls.calls, status) == ([TT_SMI], 0)
+    assert (host.controls.calls, status) == (([TT_SMI], 0) if is_yes else ([], 1))
+    assert is_yes or text.endswith("\nnothing is done\n")
 
 
 def test_it_prints_readmes_example(host: Commanded) -> None:
@@ -416,17 +412,6 @@ def test_a_service_that_does_not_answer_after_a_step_is_asked_again(
     assert found.status == 0, found.out + found.err
 
 
-def test_a_service_that_does_not_come_back_ends_it(host: Commanded, dead: Chip) -> None:
-    """The pods are named in any case."""
-    host.constants["ANSWERS_WITHIN"] = 0.2
-    host.controls.before = lambda call: host.service.stop()
-
-    found = host.run("fix", ADDRESS, "--yes")
-
-    assert found.err.startswith("the service is not running") and found.status == 1
-    assert found.out.endswith("pods that must be started again: default/train\n")
-
-
 def test_one_at_a_time(host: Commanded, dead: Chip) -> None:
     """On a node, whatever the chip."""
     with host.terminal("fix", ADDRESS) as terminal:
@@ -437,24 +422,16 @@ def test_one_at_a_time(host: Commanded, dead: Chip) -> None:
     assert (found.err, found.status) == ("another fix is at work on this node\n", 1)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_each_step_is_a_line_in_the_journal(host: Commanded, dead: Chip, missing: bool) -> None:
-    """Who, which command, which pods. Without a journal it is taken all the same."""
+def test_each_step_is_a_line_in_the_journal(host: Commanded, dead: Chip) -> None:
+    """Who, which command, which pods. (In all other tests there is no journal.)"""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(host.node.root / "dev/log"))
-        journal.settimeout(30)
-        if missing:
-            (host.node.root / "dev/log").unlink()
+        host.run("fix", ADDRESS, "--yes", SUDO_USER="alice", USER="root")
+        line = journal.recv(4096, socket.MSG_DONTWAIT).decode()
 
-        assert host.run("fix", ADDRESS, "--yes", SUDO_USER="alice", USER="root").status == 0
-
-        if not missing:
-            line = journal.recv(4096).decode()
-            program = f"{host.node.root}/bin/{TT_SMI}"
-            text = f"fix {ADDRESS}: alice runs: env -u TT_VISIBLE_DEVICES {program}"
-            assert re.fullmatch(r"<29>tt-device-plugin\[\d+\]: (.*)", line)
-            assert line.endswith(f"]: {text}; pods: default/train")
-    assert host.controls.calls == [TT_SMI]
+    program = f"env -u TT_VISIBLE_DEVICES {host.node.root}/bin/{TT_SMI}"
+    text = f"fix {ADDRESS}: alice runs: {program}; pods: default/train"
+    assert re.sub(r"\d+\]", "N]", line, count=1) == f"<29>tt-device-plugin[N]: {text}"
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -506,17 +483,6 @@ def test_a_tt_smi_that_does_not_print_its_version_is_not_used(
 
     reason = "--version does not answer" if "600" in script else "is version unknown; tt-smi 4.2"
     assert found.err.startswith(f"{tt_smi} {reason}") and found.status == 1
-
-
-@pytest.mark.parametrize(
-    ("version", "is_old"), [("4.1.9", True), ("4.2", False), ("4.10.0", False), ("5.0", False)]
-)
-def test_tt_smi_must_accept_a_device_file_as_target(
-    host: Commanded, dead: Chip, version: str, is_old: bool
-) -> None:
-    """As it does since 4.2."""
-    host.controls.version = version
-    assert host.run("fix", ADDRESS, "--yes").status == int(is_old)
 
 
 def test_an_unbind_that_fails_is_followed_by_the_bind(host: Commanded) -> None:
@@ -605,16 +571,6 @@ def test_a_device_file_is_made_again(short_tmp: Path, what: str) -> None:
             os.umask(before)
 
     assert found.status == 0, found.out + found.err
-
-
-def test_two_faults_are_mended_in_turn(host: Commanded, dead: Chip) -> None:
-    """Here the chip is bound to no driver, and when it is bound it does not respond."""
-    dead.unbind()
-    host.constants["FOLLOWS_WITHIN"] = 0.5
-
-    found = host.run("fix", ADDRESS, "--yes")
-
-    assert (host.controls.calls, found.status) == ([f"bind {ADDRESS}", TT_SMI], 0)
 
 
 # -- interrupts ------------------------------------------------------------------------------------
@@ -718,20 +674,6 @@ def test_a_signal_that_is_ignored_is_no_interrupt(
         host.controls.before = lambda call: process.send_signal(number)
         assert process.wait() == 0
     assert host.controls.calls == [TT_SMI]
-
-
-def test_an_interrupt_while_it_waits(host: Commanded, dead: Chip) -> None:
-    """For the effect of a step. With --yes nothing is asked."""
-    host.controls.reset = lambda chip: None
-    host.constants["FOLLOWS_WITHIN"] = 600.0
-
-    with host.terminal("fix", ADDRESS, "--yes") as terminal:
-        terminal.shows("waiting, at most 600 s")
-        terminal.type("\x03")
-        assert terminal.ended() == 130
-
-    assert QUESTION not in terminal.text
-    assert terminal.text.endswith("interrupted\npods that must be started again: default/train\n")
 
 
 # -- with the daemon -------------------------------------------------------------------------------
