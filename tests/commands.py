@@ -134,11 +134,14 @@ class Commanded(Host):
 
 
 @contextlib.contextmanager
-def commanded(root: Path, driver: str = "2.10.1-pre", **node: Any) -> Iterator[Commanded]:
-    """Give a host without cards, with a kubelet's socket, and with a service that answers."""
+def commanded(root: Path, tree: Path | None = None, **node: Any) -> Iterator[Commanded]:
+    """Give a host without cards, with a kubelet's socket, and with a service that answers.
+
+    tree: the directory for the node; else it is in `root`.
+    """
     (root / "dp").mkdir()
     (root / "dp/kubelet.sock").touch()
-    simulated = SimulatedNode(root / "node", driver=driver, **node)
+    simulated = SimulatedNode(tree or root / "node", **node)
     with Service(simulated, root) as service, Controls(simulated, root) as controls:
         yield Commanded(root, simulated, service=service, controls=controls)
 

@@ -18,6 +18,7 @@ directory in which all is, and VERSION the program's. stderr follows stdout.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -44,7 +45,7 @@ def played(text: str) -> str:
     place = MEMORY if is_usable(MEMORY) else None
     with tempfile.TemporaryDirectory(prefix="tt-", dir=place) as home:
         driver = next((line.split()[1] for line in lines if line.startswith("driver ")), "2.10")
-        with commanded(Path(home), driver) as host:
+        with commanded(Path(home), driver=driver) as host:
             played = "\n".join(Case(host).play(lines))
             return re.sub(r"\n{3,}", "\n\n", played).strip() + "\n"
 
@@ -189,7 +190,7 @@ class Case:
 
 
 def vars_of(settings: ttdp.Settings) -> list[tuple[str, object]]:
-    return [(each.name, getattr(settings, each.name)) for each in ttdp.fields(settings)]
+    return [(each.name, getattr(settings, each.name)) for each in dataclasses.fields(settings)]
 
 
 def _value(word: str) -> object:

@@ -69,9 +69,10 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def host(program: Path, short_tmp: Path) -> Iterator[Commanded]:
+def host(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Commanded]:
     """A host with three chips, of which the firmware of the second has stopped."""
-    with commanded(short_tmp, nodes="mknod", numbers=OPENABLE) as host:
+    # Not in /dev, which the script hides.
+    with commanded(short_tmp, tmp_path / "node", nodes="mknod", numbers=OPENABLE) as host:
         host.node.add("n150")
         host.node.add("p300c")
         host.node.chip(ILL).freeze()

@@ -6,6 +6,7 @@ daemon's own view has the same form, tests/test_list.py shows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import socketserver
@@ -98,7 +99,7 @@ class Service:
             kinds = {chip.bdf: self._kind(chip) for chip in chips}
             rows = [self._row(chip, kinds[chip.bdf]) for chip in chips]
 
-        settings = json.loads(json.dumps(ttdp.asdict(self._settings))) | self.settings
+        settings = json.loads(json.dumps(dataclasses.asdict(self._settings))) | self.settings
         return {
             "program": "tt-device-plugin",
             "version": ttdp.__version__,
