@@ -664,8 +664,8 @@ def test_a_signal_that_is_ignored_is_no_interrupt(
     """The program goes on when the session has ended, or the script is interrupted."""
     command = [*starter, sys.executable, str(ROOT / "ttdp.py"), "fix", ADDRESS, "--yes"]
     environ = environment(RUNTIME_DIRECTORY=str(host.root))
-    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    with subprocess.Popen(command, env=environ, **silent) as process:
+    none = subprocess.DEVNULL
+    with subprocess.Popen(command, env=environ, stdin=none, stdout=none, stderr=none) as process:
         host.controls.before = lambda call: process.send_signal(number)
         assert process.wait() == 0
     assert host.controls.calls == [TT_SMI]
