@@ -4608,6 +4608,8 @@ def _problems(decision: Decision, service: Service) -> Iterator[Json]:
     for bdf, chip in decision.chips.items():
         if chip.fault and chip.reason and not decision.is_out_of_service(bdf):
             yield _problem("FAIL", bdf, *chip.reason, chip.fault.kind.value)
+        elif decision.is_out_of_service(bdf):
+            continue
         elif settings.unit == "board" and bdf in decision.offer.unplaced:
             text = f"not advertised: {decision.offer.unplaced[bdf]}"
             yield _problem("warn", bdf, text, kind="unplaced")
@@ -4631,7 +4633,8 @@ def _problems(decision: Decision, service: Service) -> Iterator[Json]:
     if text := decision.observation.checkpoint_problem or "":
         yield _problem("warn", "kubelet", text)
     for subject, reason in service.problems.items():
-        yield _problem("FAIL", subject, *reason)
+        kind = "unreadable" if subject == UNREADABLE_HOST else ""
+        yield _problem("FAIL", subject, *reason, kind)
     for path, text in service.files.items():
         if isdir(dirname(path)):
             restart = text.endswith(os.strerror(errno.EROFS))
@@ -7204,33 +7207,38 @@ def list_chips(options: argparse.Namespace) -> int:
 def list_lines(view: View, now: datetime) -> Iterator[str]:
     """Yield the versions, a row for each chip, a line for each fault, and a total."""
     rows = view["chips"]
-    if not rows:
+    if rows:
+        versions = {row["firmware"] for row in rows} - {None}
+        firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
+        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+        yield from _table(view)
+
+    times = {row["bdf"]: since_text(row, now) for row in rows}
+    problems = [problem for problem in view["problems"] if problem["kind"]]
+    for problem in problems:
+        subject = problem["subject"]
+        text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
+        yield str(Reason(text, problem["command"]))
+
+    unhealthy = sum(1 for row in rows if row["healthy"] is False)
+    in_use = sum(1 for row in rows if users_of(row))
+    if rows:
+        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
+    elif not problems:
         yield "no Tenstorrent device on this node"
-        return
 
-    versions = {row["firmware"] for row in rows} - {None}
-    firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
-    yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
 
-    table = [_cells(view, row) for row in rows]
-    if all(row["id"] in (row["bdf"], None) for row in rows):  # the column is for IDs of boards
+def _table(view: View) -> Iterator[str]:
+    """Yield the titles and a row for each chip."""
+    table = [_cells(view, row) for row in view["chips"]]
+    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
         for cells in table:
-            del cells["ID"]
+            del cells["ID"]  # which is there for the IDs of boards
+
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
     for cells in table:
         yield "  ".join(cells[title].ljust(width) for title, width in widths.items()).rstrip()
-
-    times = {row["bdf"]: since_text(row, now) for row in rows}
-    for problem in view["problems"]:
-        if problem["kind"]:
-            subject = problem["subject"]
-            text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
-            yield str(Reason(text, problem["command"]))
-
-    unhealthy = sum(1 for row in rows if row["healthy"] is False)
-    in_use = sum(1 for row in rows if users_of(row))
-    yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
 def _cells(view: View, row: View) -> dict[str, str]:

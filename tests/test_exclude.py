@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, chip, decide, hold
-from tests.commands import Host, host_with
+from tests.commands import view_of
 from tests.conftest import StartDaemon
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.simulation import RunningDaemon
-from ttdp import Chip, ChipState, Kind, Settings, SharedResource, Sharing
+from ttdp import Chip, Kind, Settings, SharedResource, Sharing
 
 P300, N150 = "tenstorrent.com/p300", "tenstorrent.com/n150"
 BOARD, HALF = f"{P300}-board", "tenstorrent.com/half"
@@ -170,17 +169,11 @@ def test_the_log_has_the_fault_of_an_excluded_chip_only_while_a_pod_holds_it(
     assert ("unhealthy" in log) is is_held
 
 
-def view_of(decision: ttdp.Decision) -> dict[str, Any]:
-    """What `list` and `check` show, when each fault has begun long ago."""
-    states = {bdf: ChipState(each, since=1.5e9) for bdf, each in decision.chips.items()}
-    return ttdp.view_of_node(decision, states, None, knows_pods=True, unreadable=(), booted_at=0.0)
-
-
 def test_in_json_a_chip_out_of_service_has_neither_health_nor_reason(
     found: ttdp.Decision, is_held: bool
 ) -> None:
     """Both while a pod holds it; `excluded` is what the configuration says."""
-    _, row = view_of(found)["chips"]
+    _, row = view_of(found, 1.5e9)["chips"]
 
     assert row["excluded"] is True
     assert row["resource"] == (N150 if is_held else None)
@@ -204,7 +197,8 @@ def test_a_chip_out_of_service_does_not_wait_for_its_board() -> None:
     chips = [chip(bus, "p300c", ordinal=bus) for bus in (1, 2)]
     view = view_of(decide(chips, without(2, unit="board")))
 
-    assert view["unplaced"].keys() == {bdf(1)}
+    unplaced = [each["subject"] for each in view["problems"] if each["kind"] == "unplaced"]
+    assert unplaced == [bdf(1)]
 
 
 GALAXY = [chip(tray + n, "galaxy-wormhole") for tray in (0, 0x40, 0x80, 0xC0) for n in range(1, 9)]
@@ -238,30 +232,6 @@ def test_an_excluded_chip_is_not_missing_on_its_board(
 ) -> None:
     """Nor does a board matter that is out of service. A chip without a serial can be missing."""
     assert [*ttdp.missing_chips(decide(chips, without(*excluded)))] == missing
-
-
-@pytest.fixture
-def host(short_tmp: Path) -> Any:
-    with host_with(short_tmp, "n300", "p150a") as found:
-        yield found
-
-
-def test_list_and_check_show_it(host: Host) -> None:
-    """One word in the column HEALTH, no reason, and it is no failure, even if it is dead."""
-    first, second = host.node.chips
-    config = host.configure(f'exclude = ["{first.bdf}"]')
-    spoils: list[Callable[[], object]] = [first.die, lambda: first.bind_to("vfio-pci")]
-
-    for spoil in spoils:
-        spoil()
-        answer = host.run("list", f"--config-file={config}")
-        health = {row["ADDRESS"]: row["HEALTH"] for row in answer.table}
-        assert health == {first.bdf: "excluded", second.bdf: "healthy"}, answer.out
-        assert answer.below == "2 chips, 0 unhealthy, 0 in use"
-
-        answer = host.run("check", f"--config-file={config}")
-        found = [(level, text) for level, subject, text in answer.findings if subject == first.bdf]
-        assert found == [("ok", "n300, excluded by the configuration")]
 
 
 # -- live ------------------------------------------------------------------------------------------

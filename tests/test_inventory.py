@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 import ttdp
 from tests.chips import decide, kind_of
 from tests.world.captures import capture, capture_names
-from tests.world.node import CARDS, Chip, SimulatedNode, Ticker, dead_value
+from tests.world.node import CARDS, Chip, SimulatedNode, dead_value
 from tests.world.processes import workspace
+from tests.world.service import Service
 from tests.world.simulation import kernel_errors, settings_of
 from ttdp import (
     SENSORS,
@@ -787,17 +788,19 @@ sys.addaudithook(_note_opening)  # sees every way of opening a file that Python 
 
 
 def test_no_device_is_ever_opened(
-    chip: Chip, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chip: Chip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """That would power the chip up: sysfs is read, and stat() looks at device files."""
     paths: list[str] = []
     monkeypatch.setattr(sys.modules[__name__], "opened", paths)
 
-    with Ticker(chip.node):
-        findings = ttdp.Checks(settings(chip.node), None).findings()
-        ttdp.print_findings(findings, is_quiet=False)
+    function = ttdp.scan(settings(chip.node), {}, driver_is_loaded=True)[chip.bdf]
+    assert function
+    ttdp.read_chip(function, is_poll=True, settings=settings(chip.node))
+    with Service(chip.node, tmp_path) as service:
+        found = [*ttdp.findings(service.view(), None)]
 
-    assert "p150a, " in capsys.readouterr().out
+    assert "p150a, " in str(found)
     assert any(path.endswith("tt_heartbeat") for path in paths)
     nodes = (f"{chip.node.root}/dev/", "/dev/tenstorrent")
     assert not [path for path in paths if path.startswith(nodes)]

@@ -138,7 +138,7 @@ async def test_an_unknown_variable_is_one_line_at_the_start_and_at_each_reload(
     launch: Launch,
 ) -> None:
     """Somebody believes in it; it may stand in a drop-in."""
-    warning = "unknown variable 'TTDP_UNTI'; did you mean TTDP_UNIT?"
+    warning = "unknown variable 'TTDP_UNTI'; see tt-device-plugin.toml(5)"
     service = await launch(TTDP_UNTI="board")
     await service.note("READY=1")
     assert [line for line in service.said if "TTDP_" in line] == [service.said[0]]
