@@ -317,7 +317,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
         sick = len(kubelet.unhealthy(name))
         known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
         yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
-        yield f"{name} in the status", f" × {name}," in view["service"]["status"], True
+        yield f"{name} in the status", f" × {name}," in view["status"], True
 
 
 async def differences(world: World) -> list[str]:
