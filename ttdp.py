@@ -1394,7 +1394,7 @@ class Chip(NamedTuple):
             return ""  # a virtual machine may have it
         if fault.kind is Kind.NO_DRIVER and not function.driver_is_loaded:
             return f"modprobe {DRIVER}"
-        return f"tt-device-plugin fix {self.address}"
+        return fix_command(self.address)
 
     @property
     def reason(self) -> str | None:
@@ -1461,6 +1461,10 @@ class Chip(NamedTuple):
 
 Chips = Iterable[Chip]
 NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
+
+
+def fix_command(address: str) -> str:
+    return f"tt-device-plugin fix {address}"
 
 
 def _absence(function: PciFunction) -> Fault:
