@@ -38,7 +38,7 @@ def without(*buses: int, **settings: Any) -> Settings:
 
 BOARDS: dict[str, Any] = {"unit": "board"}
 SHARED_BOARDS = {**BOARDS, "sharing": Sharing(resources=(SharedResource("p300-board", 2),))}
-TWO_SHARED = {"sharing": Sharing(resources=(SharedResource("p300", 2, "half", 2),))}
+TWO_SHARED = {"sharing": Sharing(resources=(SharedResource("p300", 2, "half", (bdf(2), bdf(3))),))}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ N150 = "tenstorrent.com/n150"
 def paths(directory: Path) -> dict[str, Path]:
     """The paths of files for others, by the key of their setting; no directory exists."""
     found = {key: Path(path) for key, path in outlets(directory.parent).items()}
-    del found["pod_resources_socket"]
     found["cdi_dir"] /= ttdp.CDI_FILE
     found["labels_dir"] /= ttdp.LABELS_FILE
     return found

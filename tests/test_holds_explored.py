@@ -36,7 +36,8 @@ SERIAL = "0000046131842007"
 ONE = [chip(1, "p150a", ordinal=1)]
 PAIR = [chip(bus, "p300c", ordinal=bus, serial=SERIAL) for bus in (2, 3)]
 TWICE = tuple(SharedResource(name, 2) for name in ("p150", "p300"))
-HALF = tuple(SharedResource(name, 2, f"{name}.half", 1) for name in ("p150", "p300"))
+FIRST = {"p150": (bdf(1),), "p300": (bdf(2),)}  # of each
+HALF = tuple(SharedResource(name, 2, f"{name}.half", one) for name, one in FIRST.items())
 CONFIGURATIONS = [  # what a reload can change
     Settings(),
     Settings(resource_naming="card"),
