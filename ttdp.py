@@ -4666,7 +4666,8 @@ class Reporter:
 
     def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
         """Return the status line, with the node's problems."""
-        texts = [str(problem) for problem in problems if not problem.kind]
+        is_nodes = ("", "unreadable")  # what is wrong with devices is in their summary
+        texts = [str(problem) for problem in problems if problem.kind in is_nodes]
         return status_line(decision, self._sessions.registrations, [*texts, self._host.rejected])
 
     def metrics(self) -> str | None:
@@ -4918,7 +4919,7 @@ class Daemon:
         if self.host.unreadable is None:
             log.warning("%s", text)
             self._manager.show(f"{self._manager.status}; {text}".removeprefix("; "))
-        self.host.unreadable = Problem("node", text, level="FAIL")
+        self.host.unreadable = Problem("node", text, kind="unreadable", level="FAIL")
         self._due["scan"] = -inf
 
     def _observe(self, now: float) -> None:
@@ -5195,33 +5196,38 @@ def list_chips(options: argparse.Namespace) -> int:
 def list_lines(view: View, now: datetime) -> Iterator[str]:
     """Yield the versions, a row for each chip, a line for each fault, and a total."""
     rows = view["chips"]
-    if not rows:
+    if rows:
+        versions = {row["firmware"] for row in rows} - {None}
+        firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
+        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+        yield from _table(view)
+
+    times = {row["bdf"]: since_text(row, now) for row in rows}
+    problems = [problem for problem in view["problems"] if problem["kind"]]
+    for problem in problems:
+        subject = problem["subject"]
+        text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
+        yield with_command(text, problem["command"])
+
+    unhealthy = sum(1 for row in rows if row["healthy"] is False)
+    in_use = sum(1 for row in rows if users_of(row))
+    if rows:
+        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
+    elif not problems:
         yield "no Tenstorrent device on this node"
-        return
 
-    versions = {row["firmware"] for row in rows} - {None}
-    firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
-    yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
 
-    table = [_cells(view, row) for row in rows]
-    if all(row["id"] in (row["bdf"], None) for row in rows):  # the column is for IDs of boards
+def _table(view: View) -> Iterator[str]:
+    """Yield the titles and a row for each chip."""
+    table = [_cells(view, row) for row in view["chips"]]
+    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
         for cells in table:
-            del cells["ID"]
+            del cells["ID"]  # which is there for the IDs of boards
+
     table.insert(0, {title: title for title in table[0]})
     widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
     for cells in table:
         yield "  ".join(cells[title].ljust(width) for title, width in widths.items()).rstrip()
-
-    times = {row["bdf"]: since_text(row, now) for row in rows}
-    for problem in view["problems"]:
-        if problem["kind"]:
-            subject = problem["subject"]
-            text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
-            yield with_command(text, problem["command"])
-
-    unhealthy = sum(1 for row in rows if row["healthy"] is False)
-    in_use = sum(1 for row in rows if users_of(row))
-    yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
 
 
 def _cells(view: View, row: View) -> dict[str, str]:
