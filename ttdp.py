@@ -4,14 +4,14 @@ Ten nouns, each with this one meaning:
 
     chip        a PCI function of a card, known by its PCI address, with one device file
     board       the chips that are one card; of a Galaxy, a tray is a board
-    tray        8 chips of a Galaxy
     device      the unit of allocation: a chip, or with unit = "board" a board
     resource    a name at the kubelet, such as tenstorrent.com/n300, with its devices
     ID          a device's name; of a shared device one for each replica
-    hold        one answer to Allocate, with all that a container was given
+    hold        an answer to Allocate, with all that a container was given
     fault       why a chip is unhealthy: a kind and a text
+    problem     anything that is not right, faults included
     session     keeps one resource registered with the kubelet
-    view        the node, as `list --json` shows it
+    view        the node, as `list`, `check` and `fix` read it
 
 The daemon is one asyncio loop: events only wake it, then it observes the host, decides what should
 be advertised and written, and brings sockets and files in line with that (see Daemon). The chapters
@@ -19,9 +19,9 @@ stand bottom-up; each uses only those above it:
 
     the host                CONFIGURATION, INVENTORY, HEALTH, CHIPS
     who has what            RESOURCES, HOLDS
-    pure decisions          PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS, DECISION, REPORTS
-    infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS, HOST
-    the kubelet's API       REQUESTS, REGISTRATION, POD RESOURCES
+    pure decisions          DECISION, PREFERRED ALLOCATION, CONTAINER EDITS, CDI AND LABELS, REPORTS
+    infrastructure          THREADS, FILES, SYSTEMD, KERNEL EVENTS
+    the kubelet's API       HOST, REQUESTS, REGISTRATION
     what ties it together   CONNECTIONS, DAEMON
     commands                COMMAND LINE
 """
@@ -39,13 +39,14 @@ import logging
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
-import textwrap
+import termios
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
@@ -63,13 +64,19 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import datetime
 from enum import Enum
 from functools import cached_property, partial
+from io import TextIOWrapper
 from itertools import accumulate, chain, combinations, count
 from math import inf
-from os.path import abspath, basename, dirname, exists, isdir
+from os.path import basename, dirname, exists, isdir, normpath
+from textwrap import fill
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
+
+# An engine that gRPC no longer has, such as epollex, would end the program without a word.
+os.environ.pop("GRPC_POLL_STRATEGY", None)
 
 import grpc
 import sdnotify
@@ -86,7 +93,6 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-ChipAddresses = frozenset[str]  # PCI addresses, "0000:03:00.0"
 DeviceIds = frozenset[str]  # as the kubelet allocates them; an unshared chip has its address
 Task = asyncio.Task[None]
 
@@ -124,13 +130,10 @@ DEFAULT_CONFIG_FILE = "/etc/tt-device-plugin/config.toml"
 # Exit statuses of `run`, as in sysexits.h.
 EXIT_DIRECTORY_UNUSABLE = 74  # EX_IOERR
 EXIT_ALREADY_RUNNING = 75  # EX_TEMPFAIL
-EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not restart the service after it
+EXIT_CONFIG = 78  # EX_CONFIG; systemd does not restart the service after it
 NEEDS_RESTART = ("device_plugin_dir", "root")
-# `check` takes these from the running service, whose variables it does not have.
-KEYS_OF_SERVICE = ("cdi_dir", "device_list_strategy", "hugepages", "metrics_file")
 
-SOCKET_PATH_MAX = 107  # bytes (unix(7))
-PLUGIN_DIR_MAX = 64  # bytes; the daemon's sockets in it need the others, see new_socket_name()
+PLUGIN_DIR_MAX = 64  # bytes, of the 107 of a socket's path (unix(7)); the daemon's are in it
 RESERVED_PATHS = ("/", "/dev", "/proc", "/sys", "/dev/tenstorrent")  # no mount may hide these
 
 # A switch as a flag or variable. TOML has its own booleans.
@@ -145,34 +148,203 @@ class ConfigError(Exception):
     """An invalid configuration: one line with source, value and valid values."""
 
 
-# The tables of the file. KEYS has the meaning of each key, and the values that are valid.
+def _invalid(source: str, value: object, valid: str) -> ConfigError:
+    """Return the error that names a bad value, with what `valid` says it must be."""
+    # A boolean as TOML writes it: true. The value is cut if it is long.
+    text = repr(value).lower() if isinstance(value, bool) else repr(value)
+    shown = text if len(text) <= 80 else f"{text[:80]}…"
+    return ConfigError(f"{source}: {shown} is not valid; must be {valid}")
+
+
+class Key(NamedTuple):
+    """A key of the file, which can also be a flag and a variable."""
+
+    help: str
+    valid: str  # completes the sentence "must be …"
+    convert: Callable[[Any], Any]  # to the value in Settings; raises ValueError
+    choices: tuple[str, ...] = ()
+    is_list: bool = False  # of what `convert` accepts
+
+    @property
+    def is_switch(self) -> bool:
+        return self.convert is _boolean
+
+    def parse(self, value: object, source: str) -> Any:
+        """Return a value of the file as Settings have it; raises ConfigError."""
+        if not self.is_list:
+            return self._convert(value, source)
+        if not isinstance(value, list):
+            raise _invalid(source, value, self.valid)
+        return tuple(self._convert(each, source) for each in value)
+
+    def _convert(self, value: object, source: str) -> Any:
+        try:
+            return self.convert(value)
+        except ValueError:
+            raise _invalid(source, value, self.valid) from None
+
+    def parse_text(self, text: str, source: str) -> Any:
+        """Return the value of a flag or variable; raises ConfigError."""
+        if not self.is_switch:
+            return self.parse(text, source)
+        if text.lower() not in BOOLEANS:
+            raise _invalid(source, text, either([*BOOLEANS]))
+        return BOOLEANS[text.lower()]
+
+
+# -- kinds of values: each function returns the value in Settings, or raises ValueError ------------
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _path(value: object, most: int = 4095) -> str:
+    """Return an absolute path of at most so many bytes, without "..", "." and double slashes."""
+    if not isinstance(value, str) or not value.startswith("/") or not value.isprintable():
+        raise ValueError
+
+    path = "/" + normpath(value).lstrip("/")  # normpath() alone keeps two slashes at the beginning
+    if len(os.fsencode(path)) > most:
+        raise ValueError
+    return path
+
+
+def _path_or_empty(value: object) -> str:
+    return "" if value == "" else _path(value)
+
+
+def _container_path(value: object) -> str:
+    path = _path(value)
+    if path in RESERVED_PATHS:
+        raise ValueError
+    return path
+
+
+def _matching(pattern: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError
+    return value
+
+
+def _domain(value: object) -> str:
+    """Return a domain that resources can have (Kubernetes' IsExtendedResourceName)."""
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    name = _matching(rf"{label}(\.{label})*", value)
+    # A ResourceQuota puts "requests." in front of the domain, which must stay a DNS name then.
+    is_too_long = len(f"requests.{name}") > 253
+    if is_too_long or name.startswith("requests.") or "kubernetes.io" in name:
+        raise ValueError
+    return name
+
+
+def _resource_name(value: object) -> str:
+    name = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    return _matching(rf"([a-z0-9.-]{{1,253}}/)?{name}", value)
+
+
+def full_address(value: object) -> str:
+    """Return a PCI address in sysfs's form: "0000:0a:00.0" for "0A:00.0", as lspci prints it."""
+    if not isinstance(value, str):
+        raise ValueError
+    address = _matching(r"([0-9a-f]{4,8}:)?[0-9a-f]{2}:[01][0-9a-f]\.[0-7]", value.lower())
+    return address if address.count(":") == 2 else f"0000:{address}"
+
+
+def _device_id(value: object) -> str:
+    """Return a chip's address or a board's ID: a p300's serial, the buses of a Galaxy's tray."""
+    with suppress(ValueError):
+        return full_address(value)
+    if isinstance(value, str) and ":" in value:
+        return _matching("[0-9a-f]{4,8}:[048c]0", value.lower())
+    return _matching("(?i)[0-9a-f]{16}", value).upper()
+
+
+# -- the tables of the file: each key stands beside its default ------------------------------------
+
+
+def _key(
+    default: Any,
+    help: str,
+    valid: str,
+    convert: Callable[[Any], Any],
+    choices: tuple[str, ...] = (),
+    is_list: bool = False,
+) -> Any:
+    """Return a dataclass's field that is a key; MISSING as the default: it must be in the file."""
+    return field(default=default, metadata={"key": Key(help, valid, convert, choices, is_list)})
+
+
+def _switch(default: bool, help: str) -> Any:
+    return _key(default, help, "true or false", _boolean)
+
+
+def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return _key(default, help, either(choices), partial(_matching, "|".join(choices)), choices)
+
+
+def _number(default: Any, least: float, most: float, help: str, is_whole: bool = False) -> Any:
+    def convert(value: Any) -> Any:
+        # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
+        kinds = (int,) if is_whole else (int, float)
+        if type(value) not in kinds or not least <= value <= most:
+            raise ValueError
+        return value
+
+    kind = "a whole number" if is_whole else "a number"
+    return _key(default, help, f"{kind} from {least} to {most}", convert)
+
+
+def _output(default: str, help: str) -> Any:
+    return _key(default, f"{help}; empty for none", "an absolute path, or empty", _path_or_empty)
+
+
+def _resource(default: Any, help: str) -> Any:
+    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
+    return _key(default, help, valid, _resource_name)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Table [health]."""
 
-    interval: float = 5.0  # long against 0.1 s, in which a heartbeat changes
-    temperature_limit: float | None = None  # °C; None: no limit
+    # The heartbeat changes every 0.1 s, so in each of two polls.
+    interval: float = _number(5.0, 0.5, 3600, "seconds between two polls of each chip")
+    temperature_limit: float | None = _number(
+        None, 1, 200, "°C at which a chip is too hot; not set: high temperature is not a fault"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
     """An entry [[sharing.resources]]: several containers on one device."""
 
-    name: str
-    replicas: int
-    rename: str | None = None
-    devices: tuple[str, ...] = ()  # empty: all
+    name: str = _resource(MISSING, "name of the resource to share")
+    replicas: int = _number(MISSING, 2, 100, "containers per device", is_whole=True)
+    rename: str | None = _resource(None, "name of the shared resource")
+    devices: tuple[str, ...] = _key(
+        (),
+        "devices to share, while the others stay exclusive; empty for all",
+        'a list of PCI addresses, such as 03:00.0, or IDs of boards (with unit = "board")',
+        _device_id,
+        is_list=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """Table [sharing]."""
 
-    rename_by_default: bool = False
-    fail_requests_greater_than_one: bool = True
-    lock_dir: str = "/run/ttdp/shm"
+    rename_by_default: bool = _switch(False, "append .shared to names of shared resources")
+    fail_requests_greater_than_one: bool = _switch(
+        True, "refuse a container that requests more than one replica"
+    )
+    lock_dir: str = _output(
+        "/run/ttdp/shm",
+        "host directory for the locks of containers on shared devices, which they get as /dev/shm",
+    )
     resources: tuple[SharedResource, ...] = ()
 
     def shared_name(self, entry: SharedResource) -> str:
@@ -184,9 +356,14 @@ class Sharing:
 class Mount:
     """An entry [[mounts]]: a bind mount for every container with a device."""
 
-    host: str
-    container: str = ""  # empty in the file: the same path as on the host; see validate()
-    read_only: bool = False
+    host: str = _key(MISSING, "path on the host", "an absolute path", _path)
+    container: str = _key(
+        "",  # in the file: the same path as on the host; see _with_targets()
+        "path in the container; default: the same path",
+        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
+        _container_path,
+    )
+    read_only: bool = _switch(False, "mount it read-only")
 
 
 Mounts = tuple[Mount, ...]
@@ -196,20 +373,71 @@ Mounts = tuple[Mount, ...]
 class Settings:
     """The configuration. Every path is absolute, or empty where that is valid."""
 
-    device_plugin_dir: str = "/var/lib/kubelet/device-plugins"
-    root: str = "/"
-    resource_domain: str = "tenstorrent.com"
-    resource_naming: str = "board"
-    visible_devices: str = "bdf"
-    unit: str = "chip"
-    device_list_strategy: str = "device-specs"
-    cdi_dir: str = "/var/run/cdi"
-    labels_dir: str = "/etc/kubernetes/node-feature-discovery/features.d"
-    metrics_file: str = "/var/lib/prometheus/node-exporter/tt-device-plugin.prom"
-    fail_on_init_error: bool = False
-    log_level: str = "info"
-    hugepages: str = "private"
-    exclude: tuple[str, ...] = ()
+    device_plugin_dir: str = _key(
+        "/var/lib/kubelet/device-plugins",
+        "the kubelet's device plugin directory",
+        f"an absolute path of at most {PLUGIN_DIR_MAX} bytes",
+        partial(_path, most=PLUGIN_DIR_MAX),
+    )
+    root: str = _key(
+        "/",
+        "directory that has the host's /sys, /dev, /proc, /run/udev and /var/log/pods",
+        "an absolute path",
+        _path,
+    )
+    resource_domain: str = _key(
+        "tenstorrent.com",
+        "domain of all resource names",
+        "a lower-case DNS name outside kubernetes.io, such as example.com",
+        _domain,
+    )
+    resource_naming: str = _choice(
+        "board",
+        ("board", "card", "arch"),
+        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
+    )
+    visible_devices: str = _choice(
+        "bdf",
+        ("bdf", "index", "none"),
+        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
+    )
+    unit: str = _choice(
+        "chip",
+        ("chip", "board"),
+        "unit of allocation: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
+    )
+    device_list_strategy: str = _choice(
+        "device-specs",
+        ("device-specs", "cdi"),
+        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
+    )
+    cdi_dir: str = _output("/var/run/cdi", "directory of CDI files")
+    labels_dir: str = _output(
+        "/etc/kubernetes/node-feature-discovery/features.d",
+        "directory of feature files for node-feature-discovery",
+    )
+    metrics_file: str = _output(
+        "/var/lib/prometheus/node-exporter/tt-device-plugin.prom",
+        "metrics for node_exporter's textfile collector",
+    )
+    hugepages: str = _choice(
+        "private",
+        ("private", "host", "none"),
+        "hugepage directories of containers: private (each has its own), host (the host's own) "
+        "or none",
+    )
+    fail_on_init_error: bool = _switch(
+        False, "exit with status 1 if the driver or all devices are missing at start"
+    )
+    log_level: str = _choice("info", ("debug", "info", "warning", "error"), "minimum level to log")
+    exclude: tuple[str, ...] = _key(
+        (),
+        "chips that are not offered, for example to return a card or to give it to a virtual "
+        "machine",
+        "a list of PCI addresses, such as 0000:03:00.0 or 03:00.0",
+        full_address,
+        is_list=True,
+    )
     health: HealthSettings = HealthSettings()
     sharing: Sharing = Sharing()
     mounts: Mounts = ()
@@ -228,6 +456,10 @@ class Settings:
         return f"{self.root.rstrip('/')}/dev"
 
     @property
+    def proc(self) -> str:
+        return f"{self.root.rstrip('/')}/proc"
+
+    @property
     def udev_control(self) -> str:
         """Return the path that exists while udevd runs."""
         return f"{self.root.rstrip('/')}/run/udev/control"
@@ -236,10 +468,6 @@ class Settings:
     def pod_logs(self) -> str:
         """Return the directory that has one for each pod, named after it."""
         return f"{self.root.rstrip('/')}/var/log/pods"
-
-    @property
-    def proc(self) -> str:
-        return f"{self.root.rstrip('/')}/proc"
 
     @property
     def has_private_hugepages(self) -> bool:
@@ -256,220 +484,14 @@ TABLES = {  # by their headings in the file
 }
 
 
-class Key(NamedTuple):
-    """A key of the file, and perhaps a flag and a variable."""
-
-    help: str
-    valid: str  # completes the sentence "must be …"
-    accepts: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value  # to the value in the settings
-    choices: tuple[str, ...] = ()
-    is_switch: bool = False  # true or false
-
-    def parse(self, value: Any, source: str) -> Any:
-        """Return a value of the file as one of the settings; raises ConfigError."""
-        with suppress(OSError, ValueError):  # no working directory; a path that is not UTF-8
-            if self.accepts(value):
-                return self.convert(value)
-
-            # Of a list, what is wrong in it.
-            if isinstance(value, list):
-                value = [each for each in value if not self.accepts([each])]
-        raise _invalid(source, value, self.valid)
-
-    def parse_text(self, text: str, source: str) -> Any:
-        """Return the value of a flag or variable; raises ConfigError."""
-        if not self.is_switch:
-            return self.parse(text, source)
-        if (word := text.lower()) not in BOOLEANS:
-            raise _invalid(source, word, either([*BOOLEANS]))
-        return BOOLEANS[word]
+def keys_of(table: type) -> dict[str, Key]:
+    """Return the keys of a table by name; tables in it are left out."""
+    found = {each.name: each.metadata.get("key") for each in fields(table)}
+    return {name: key for name, key in found.items() if key}
 
 
-def _quoted(value: object) -> str:
-    """Return a value for messages, cut if it is long."""
-    try:
-        # A boolean as TOML writes it: true.
-        text = repr(value).lower() if isinstance(value, bool) else repr(value)
-    except (ValueError, RecursionError):  # a number of 5,000 digits, a thousand brackets
-        text = f"this {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-def _invalid(source: str, value: object, valid: str) -> ConfigError:
-    """Return the error that names a bad value, with what `valid` says it must be."""
-    return ConfigError(f"{source}: {_quoted(value)} is not valid; must be {valid}")
-
-
-def _is_number(value: Any, least: float, most: float, *kinds: type) -> bool:
-    # type() and not isinstance(), for which a boolean is an integer. No range contains NaN.
-    return type(value) in kinds and least <= value <= most
-
-
-def _is_text(value: Any, pattern: str) -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _is_path(value: Any, most: int = 4095) -> bool:
-    """Return whether a value is a path that has at most so many bytes when it is absolute."""
-    is_printable = isinstance(value, str) and value != "" and value.isprintable()
-    return is_printable and len(os.fsencode(_absolute(value))) <= most
-
-
-def _is_absolute(value: Any) -> bool:
-    return _is_path(value) and value.startswith("/")
-
-
-def _absolute(path: str) -> str:
-    # abspath() alone keeps two slashes at the beginning.
-    return "/" + abspath(path).lstrip("/") if path else ""
-
-
-def _is_domain(value: Any) -> bool:
-    """Return whether resources can have this domain (Kubernetes' IsExtendedResourceName)."""
-    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-    # A ResourceQuota puts "requests." in front of the domain, which must stay a DNS name then.
-    is_name = _is_text(value, rf"{label}(\.{label})*") and len(f"requests.{value}") <= 253
-    return is_name and not value.startswith("requests.") and "kubernetes.io" not in value
-
-
-def _is_address(value: Any) -> bool:
-    return _is_text(value, r"[0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
-
-
-def _to_selection(value: Any) -> Any:
-    return tuple(text.lower() if ":" in text else text for text in map(str, value))
-
-
-def _one_of(choices: tuple[str, ...], help: str) -> Key:
-    return Key(help, either(choices), lambda value: value in choices, choices=choices)
-
-
-def _switch(help: str) -> Key:
-    return Key(help, "true or false", lambda value: isinstance(value, bool), is_switch=True)
-
-
-def _path(help: str, valid: str = "the path of a directory", most: int = 4095) -> Key:
-    return Key(help, valid, lambda value: _is_path(value, most), _absolute)
-
-
-def _optional(help: str) -> Key:
-    return Key(help, "a path, or empty", lambda value: value == "" or _is_path(value), _absolute)
-
-
-def _resource_name(help: str) -> Key:
-    valid = "the name of a resource, such as n300 or tenstorrent.com/n300"
-    pattern = "([A-Za-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-    return Key(help, valid, lambda value: _is_text(value, pattern))
-
-
-KEYS = {
-    "device_plugin_dir": _path(
-        "the kubelet's device plugin directory",
-        f"a path of at most {PLUGIN_DIR_MAX} bytes",
-        PLUGIN_DIR_MAX,
-    ),
-    "root": _path("directory that has the host's /sys, /dev, /proc and /run/udev"),
-    "resource_domain": Key(
-        "domain of all resource names",
-        "a lower-case DNS name outside kubernetes.io, such as example.com",
-        _is_domain,
-    ),
-    "resource_naming": _one_of(
-        ("board", "card", "arch"),
-        "name resources after the board (n300, p150), card (p150a) or arch (wormhole)",
-    ),
-    "visible_devices": _one_of(
-        ("bdf", "index", "none"),
-        "value of TT_VISIBLE_DEVICES: bdf, index (0 to n-1 in the container) or none (not set)",
-    ),
-    "unit": _one_of(
-        ("chip", "board"),
-        "unit of allocation: chip, or board (a p300's 2 chips, a Galaxy tray's 8)",
-    ),
-    "device_list_strategy": _one_of(
-        ("device-specs", "cdi"),
-        "containers get device files by device-specs (from the kubelet) or cdi (from CDI files)",
-    ),
-    "cdi_dir": _optional("directory of CDI files; empty for none"),
-    "labels_dir": _optional(
-        "directory of feature files for node-feature-discovery; empty for none"
-    ),
-    "metrics_file": _optional("metrics for node_exporter's textfile collector; empty for none"),
-    "fail_on_init_error": _switch(
-        "exit with status 1 if the driver or all devices are missing at start"
-    ),
-    "log_level": _one_of(("debug", "info", "warning", "error"), "minimum level to log"),
-    "hugepages": _one_of(
-        ("private", "host", "none"),
-        "hugepage directories of containers: private (each has its own), host (the host's own) "
-        "or none",
-    ),
-    "exclude": Key(
-        "chips that are not offered, for example to return a card or to give it to a virtual "
-        "machine",
-        "a list of PCI addresses, such as 0000:03:00.0",
-        lambda value: isinstance(value, list) and all(map(_is_address, value)),
-        lambda value: tuple(map(str.lower, value)),
-    ),
-    # [health]
-    "interval": Key(
-        "seconds between two polls of each chip",
-        "a number of seconds from 0.5 to 3600",
-        lambda value: _is_number(value, 0.5, 3600, int, float),
-    ),
-    "temperature_limit": Key(
-        "°C at which a chip counts as too hot; not set: high temperature is not a fault",
-        "a number of °C from 1 to 200",
-        lambda value: _is_number(value, 1, 200, int, float),
-    ),
-    # [sharing]
-    "rename_by_default": _switch("append .shared to names of shared resources"),
-    "fail_requests_greater_than_one": _switch(
-        "refuse a container that requests more than one replica"
-    ),
-    "lock_dir": _optional(
-        "host directory that containers on shared devices get as /dev/shm, for their locks; "
-        "/dev/shm: the host's own, but logind deletes files there; empty for none"
-    ),
-    # [[sharing.resources]]
-    "name": _resource_name("name of the resource to share"),
-    "replicas": Key(
-        "containers per device",
-        "a whole number from 2 to 100",
-        lambda value: _is_number(value, 2, 100, int),
-    ),
-    "rename": _resource_name("name of the shared resource"),
-    "devices": Key(
-        "devices to share; the others stay exclusive",
-        '"all", a count, or a list of PCI addresses, device numbers, or device IDs of boards or '
-        'trays (with unit = "board")',
-        lambda value: isinstance(value, list) and value != [],
-        _to_selection,
-    ),
-    # [[mounts]]
-    "host": Key("path on the host", "an absolute path", _is_absolute, _absolute),
-    "container": Key(
-        "path in the container; default: the same path",
-        f"an absolute path other than {', '.join(RESERVED_PATHS)}",
-        lambda value: _is_absolute(value) and _absolute(value) not in RESERVED_PATHS,
-        _absolute,
-    ),
-    "read_only": _switch("mount it read-only"),
-}
-
-
-def _keys_of(heading: str) -> list[str]:
-    """Return the names that a table of the file can have: keys, and tables in it.
-
-    `heading`: one of TABLES.
-    """
-    names = [each.name for each in fields(TABLES[heading])]
-    return [name for name in names if name not in ("state_dir", "runtime_dir")]
-
-
-# The keys that are flags and variables, too; these have no lists or tables.
-OPTIONS = [key for key in _keys_of("") if key in KEYS and key != "exclude"]
+# The keys that are flags and variables, too: those with one value.
+OPTIONS = {name: key for name, key in keys_of(Settings).items() if not key.is_list}
 
 
 def flag_of(key: str) -> str:
@@ -480,46 +502,44 @@ def variable_of(key: str) -> str:
     return f"TTDP_{key.upper()}"
 
 
-def load_settings(flags: Flags, environ: Environment, *, ignore_file: bool = False) -> Settings:
-    """Return the settings; raises ConfigError.
+# -- reading it ------------------------------------------------------------------------------------
 
-    `ignore_file`: for commands that help while the file is not valid.
-    """
-    file, document = ("", {}) if ignore_file else _read_file(flags, environ)
-    values = _parse_table("", document, f"{file}: ")
-    sources = {key: f"{file}: {key}" for key in values}
 
-    for key in OPTIONS:
+def load_settings(flags: Flags, environ: Environment) -> Settings:
+    """Return the settings; raises ConfigError."""
+    file, document = _read_file(flags, environ)
+    settings: Settings = _parse_table("", document, file)
+    sources = {key: f"{file}: {key}" for key in document}
+
+    values: Json = {}
+    for name, key in OPTIONS.items():
         # A flag outweighs the variable, and both outweigh the file.
-        texts = {flag_of(key): flags.get(key), variable_of(key): environ.get(variable_of(key))}
+        texts = {flag_of(name): flags.get(name), variable_of(name): environ.get(variable_of(name))}
         for source, text in texts.items():
             # An empty text counts only for a key that can be empty; else as if it were not set.
-            if text or (text == "" and KEYS[key].accepts("")):
-                values[key] = KEYS[key].parse_text(text, source)
-                sources[key] = source
+            if text or (text == "" and key.convert is _path_or_empty):
+                values[name] = key.parse_text(text, source)
+                sources[name] = source
                 break
 
     # systemd.exec(5): several directories would be separated by colons.
-    for key, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
-        values[key] = environ.get(variable, "").partition(":")[0] or None
-    return validate(Settings(**values), f"{file}: ", sources)
+    for name, variable in (("state_dir", "STATE_DIRECTORY"), ("runtime_dir", "RUNTIME_DIRECTORY")):
+        values[name] = environ.get(variable, "").partition(":")[0] or None
+    settings = replace(settings, **values)
+
+    if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
+        source = sources["device_list_strategy"]
+        raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
+    sharing = _with_plain_names(settings, file)
+    return replace(settings, sharing=sharing, mounts=_with_targets(settings, file))
 
 
 def unknown_variables(environ: Environment) -> Iterator[str]:
     """Yield a warning of each variable that is named like those of options, but is none."""
-    known = ["config_file", *OPTIONS]
-    ours = [name for name in environ if name.startswith("TTDP_")]
-    for name in sorted({*ours}.difference(map(variable_of, known))):
-        near = nearest(name.removeprefix("TTDP_").lower(), known)
-        advice = f"did you mean {variable_of(near)}?" if near else "see tt-device-plugin.toml(5)"
-        yield f"unknown variable {name!r}; {advice}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that a mistyped one may stand for."""
-    import difflib  # here, because it would cost 2 ms of each start
-
-    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+    known = map(variable_of, ("config_file", *OPTIONS))
+    ours = {name for name in environ if name.startswith("TTDP_")}
+    for name in sorted(ours.difference(known)):
+        yield f"unknown variable {name!r}; see tt-device-plugin.toml(5)"
 
 
 def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
@@ -529,7 +549,7 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         path, named_by = text, variable_of("config_file")
     if text := flags.get("config_file"):
         path, named_by = text, flag_of("config_file")
-    file = path if path.isprintable() else repr(path)
+    file = printable(path)
 
     try:
         with open(path, "rb") as content:
@@ -547,86 +567,61 @@ def _read_file(flags: Flags, environ: Environment) -> tuple[str, Json]:
         raise ConfigError(f"{file}: invalid TOML: {reason} {example}") from None
 
 
-def _parse_table(heading: str, table: object, prefix: str, which: str = "") -> Json:
-    """Return a table as arguments for its class; raises ConfigError.
+def _parse_table(heading: str, content: object, file: str) -> Any:
+    """Return a table of the file as an object of its class; raises ConfigError.
 
-    `prefix`: the beginning of each message, which is the file's path, a colon and a space.
-    `which`: of several tables with this heading, such as " (2 of 3)".
+    `heading`: one of TABLES.
     """
-    path = heading.strip("[]")  # "sharing.resources"
-    if not isinstance(table, dict):
-        raise _invalid(f"{prefix}{path}", table, f"a table: {heading}")
+    if not isinstance(content, dict):
+        raise _invalid(f"{file}: {heading}", content, "a table")
 
-    source = f"{prefix}{heading}{which} " if heading else prefix
-    known = _keys_of(heading)
-    values = {}
-    for key, value in table.items():
-        inner = f"{path}.{key}".lstrip(".")
-        if key not in known:
-            raise ConfigError(f"{source}unknown key {_quoted(key)}; {_advice(key, known)}")
+    table, path = TABLES[heading], heading.strip("[]")
+    source = f"{file}: {heading} " if heading else f"{file}: "
+    keys = keys_of(table)
+    known = [each.name for each in fields(table) if each.name not in ("state_dir", "runtime_dir")]
+    values: Json = {}
+    for name, value in content.items():
+        inner = f"{path}.{name}".lstrip(".")
+        if name not in known:
+            valid = f"valid keys: {', '.join(known)}"
+            raise ConfigError(f"{source}unknown key {name[:63]!r}; {valid}")
 
-        # A key's value, a table [inner], or rows [[inner]].
-        if key in KEYS:
-            values[key] = KEYS[key].parse(value, f"{source}{key}")
-        elif kind := TABLES.get(f"[{inner}]"):
-            values[key] = kind(**_parse_table(f"[{inner}]", value, prefix))
+        # A key's value, a table [inner], or tables [[inner]].
+        if name in keys:
+            values[name] = keys[name].parse(value, f"{source}{name}")
+        elif f"[{inner}]" in TABLES:
+            values[name] = _parse_table(f"[{inner}]", value, file)
         elif isinstance(value, list):
-            kind = TABLES[f"[[{inner}]]"]
-            rows = []
-            for number, row in enumerate(value, 1):
-                of_several = f" ({number} of {len(value)})" if len(value) > 1 else ""
-                rows.append(kind(**_parse_table(f"[[{inner}]]", row, prefix, of_several)))
-            values[key] = tuple(rows)
+            values[name] = tuple(_parse_table(f"[[{inner}]]", each, file) for each in value)
         else:
-            raise _invalid(f"{prefix}{inner}", value, f"tables: [[{inner}]]")
+            raise _invalid(f"{source}{name}", value, f"tables: [[{inner}]]")
 
-    # Last, as a key that is missing may be there under a mistyped name.
-    for each in fields(TABLES[heading]):
+    for each in fields(table):
         if each.default is MISSING and each.name not in values:
-            raise ConfigError(f"{source}{each.name} is missing")
-    return values
+            raise ConfigError(f"{source}{each.name} is missing in {content!r:.80}")
+    return table(**values)
 
 
-def _advice(key: str, known: Sequence[str]) -> str:
-    """Return what to do about a key that is unknown in its table, which has these keys."""
-    for heading in TABLES:
-        if key in _keys_of(heading):
-            return f"it belongs in {heading}" if heading else "it belongs above the first table"
-    if near := nearest(key, known):
-        return f"did you mean {near}?"
-    return f"valid keys: {', '.join(known)}"
-
-
-def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Settings:
-    """Check what concerns several keys; raises ConfigError.
-
-    Returns the settings with the path in the container of every mount, and with names of resources
-    without their domain.
-    """
-    if settings.device_list_strategy == "cdi" and not settings.cdi_dir:
-        source = sources["device_list_strategy"]
-        raise ConfigError(f'{source}: "cdi" needs cdi_dir, which is empty')
-
-    # A CDI file with such a vendor is invalid for every runtime; Kubernetes accepts the domain.
-    domain = settings.resource_domain
-    if domain[0].isdigit() and settings.cdi_dir:
-        valid = "a name that begins with a letter, as a CDI vendor does, unless cdi_dir is empty"
-        raise _invalid(sources["resource_domain"], domain, valid)
-
-    sharing = settings.sharing
-    mounts: dict[str, Mount] = {}  # by path in the container
-    source = f"{prefix}[[mounts]] container"
+def _with_targets(settings: Settings, file: str) -> Mounts:
+    """Return the mounts, each with its path in the container; raises ConfigError."""
+    source = f"{file}: [[mounts]] container"
+    # Containers on shared devices have a directory of lock_dir as /dev/shm.
+    taken = {"/dev/shm"} if settings.sharing.resources else set()
+    mounts = []
     for mount in settings.mounts:
-        target = KEYS["container"].parse(mount.container or mount.host, source)
-        if target in mounts:
-            raise _invalid(source, target, "a different path in each table")
-        # Or the daemon would take it for a directory of its locks, and empty it: see read_answer().
-        if target == "/dev/shm" and sharing.resources:
-            raise _invalid(source, target, "another path: shared devices have lock_dir there")
-        mounts[target] = replace(mount, container=target)
+        target = keys_of(Mount)["container"].parse(mount.container or mount.host, source)
+        if target in taken:
+            raise _invalid(source, target, "a path that nothing else has in the container")
+        taken.add(target)
+        mounts.append(replace(mount, container=target))
+    return tuple(mounts)
 
+
+def _with_plain_names(settings: Settings, file: str) -> Sharing:
+    """Return the sharing with names of resources without their domain; raises ConfigError."""
+    sharing = settings.sharing
+    source = f"{file}: [[sharing.resources]]"
     entries: list[SharedResource] = []
-    source = f"{prefix}[[sharing.resources]]"
     for entry in sharing.resources:
         for name in filter(None, (entry.name, entry.rename)):
             if "/" in name and not name.startswith(f"{settings.resource_domain}/"):
@@ -637,9 +632,7 @@ def validate(settings: Settings, prefix: str, sources: Mapping[str, str]) -> Set
         if conflict := _sharing_conflict(sharing, entry, entries):
             raise ConfigError(f"{source} {entry.name}: {conflict}")
         entries.append(entry)
-
-    sharing = replace(sharing, resources=tuple(entries))
-    return replace(settings, mounts=tuple(mounts.values()), sharing=sharing)
+    return replace(sharing, resources=tuple(entries))
 
 
 def _sharing_conflict(
@@ -647,12 +640,10 @@ def _sharing_conflict(
 ) -> str | None:
     """Return why an entry is not possible in itself, or beside the entries before it."""
     shared = sharing.shared_name(entry)
-    if len(shared) > 63:
-        return f"{shared} exceeds 63 characters, the limit for resource names"
     if entry.devices and shared == entry.name:
         return "needs rename: the devices that are not shared keep this name"
 
-    # The names that resource_name() generates for known cards, also for those of other nodes.
+    # The names of resources of known cards, also of those of other nodes.
     board_name = r"([np]\d+[a-z]?|(galaxy-)?(wormhole|blackhole))(-board)?"
     if shared != entry.name and re.fullmatch(board_name, shared):
         return f"rename: {shared} could clash with another resource; choose a different name"
@@ -660,9 +651,7 @@ def _sharing_conflict(
     for other in others:
         if sharing.shared_name(other) == shared:
             return f"two entries have the name {shared}; choose a different rename for one of them"
-        if other.name != entry.name:
-            continue
-        if not entry.devices or not other.devices:
+        if other.name == entry.name and not (entry.devices and other.devices):
             return "selected by two tables; one without devices selects all"
         if duplicates := sorted({*entry.devices} & {*other.devices}):
             return f"{abbreviate(duplicates)} is selected twice"
@@ -1034,7 +1023,12 @@ class Problem(NamedTuple):
     level: str = "warn"  # or "FAIL": it keeps pods from chips
 
     def __str__(self) -> str:
-        return f"{self.text}; run: {self.command}" if self.command else self.text
+        return with_command(self.text, self.command)
+
+
+def with_command(problem: str, command: str) -> str:
+    """Return PROBLEM; run: COMMAND."""
+    return f"{problem}; run: {command}" if command else problem
 
 
 SILENT = Fault(Kind.SILENT, "firmware reports no telemetry")
@@ -1177,24 +1171,24 @@ def hwmon_directory(function: PciFunction) -> str | None:
     return f"{directory}/{min(names)}" if names else None
 
 
-def _number(text: str) -> float | None:
+def _natural(text: str) -> float | None:
     number = to_integer(text)
     return float(number) if number is not None and number >= 0 else None
 
 
 def _watts(text: str) -> float | None:
-    number = _number(text)  # µW
+    number = _natural(text)  # µW
     return None if number is None else number / 1e6
 
 
 def _hertz(text: str) -> float | None:
-    number = _number(text)  # MHz
+    number = _natural(text)  # MHz
     return None if number is None else number * 1e6
 
 
 def _lanes(text: str) -> float | None:
     """Return the lanes of a link; None if there is no link, as in some virtual machines."""
-    return _number(text) or None
+    return _natural(text) or None
 
 
 def _transfers(text: str) -> float | None:
@@ -1400,7 +1394,7 @@ class Chip(NamedTuple):
             return ""  # a virtual machine may have it
         if fault.kind is Kind.NO_DRIVER and not function.driver_is_loaded:
             return f"modprobe {DRIVER}"
-        return f"tt-device-plugin fix {self.address}"
+        return fix_command(self.address)
 
     @property
     def reason(self) -> str | None:
@@ -1467,6 +1461,10 @@ class Chip(NamedTuple):
 
 Chips = Iterable[Chip]
 NO_COMMAND_HELPS = (Kind.HOT, Kind.TRIPPED)  # only cooling does
+
+
+def fix_command(address: str) -> str:
+    return f"tt-device-plugin fix {address}"
 
 
 def _absence(function: PciFunction) -> Fault:
@@ -2519,8 +2517,10 @@ class Directories:
                 await rm.wait()
                 left += [f"{parent}/{name}" for name in os.listdir(directory) if name in names]
 
-        text = f"{abbreviate(sorted(left))} cannot be removed"
-        self.unremoved = Problem("directories", text) if left else None
+        more = f" (and {len(left) - 1} more)" if left[1:] else ""
+        self.unremoved = None
+        if left:
+            self.unremoved = Problem("directories", f"{min(left)} cannot be removed{more}")
 
     async def removed(self, timeout: float) -> None:
         """Wait until the removal under way has ended, but not longer."""
@@ -3047,8 +3047,6 @@ def common_value(values: Iterable[str | None]) -> str:
 
 # ==== REPORTS: problems, log, status, metrics, view. Pure =========================================
 
-UNSUPPORTED = "not supported: a Tenstorrent card of a generation that this program does not know"
-
 
 def problems_of(decision: Decision) -> list[Problem]:
     """Return what is wrong with chips and devices, except for chips that are out of service."""
@@ -3076,7 +3074,6 @@ def problems_of(decision: Decision) -> list[Problem]:
 
     if not by_board:
         found += _missing_chips(decision)
-    found += [Problem(address, UNSUPPORTED) for address in decision.unsupported]
     return found
 
 
@@ -3127,8 +3124,8 @@ def conditions(decision: Decision, problems: Iterable[Problem]) -> dict[str, Con
             line = f"{chip.display_name}: {'unhealthy: ' if chip.fault else ''}{problem}"
             found[subject] = Condition(logging.WARNING, line, kind)
         elif kind:
-            end = f"{subject}: no longer {kind}"
-            line = f"{subject}: {problem}"
+            end = f"{subject} is no longer {kind}"
+            line = f"{subject} is {kind}: {problem}"
             found[f"{subject} {kind}"] = Condition(logging.WARNING, line, problem.text, end)
         else:
             line = f"{subject}: {problem}"
@@ -4669,7 +4666,8 @@ class Reporter:
 
     def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
         """Return the status line, with the node's problems."""
-        texts = [str(problem) for problem in problems if not problem.kind]
+        is_nodes = ("", "unreadable")  # what is wrong with devices is in their summary
+        texts = [str(problem) for problem in problems if problem.kind in is_nodes]
         return status_line(decision, self._sessions.registrations, [*texts, self._host.rejected])
 
     def metrics(self) -> str | None:
@@ -4921,7 +4919,7 @@ class Daemon:
         if self.host.unreadable is None:
             log.warning("%s", text)
             self._manager.show(f"{self._manager.status}; {text}".removeprefix("; "))
-        self.host.unreadable = Problem("node", text, level="FAIL")
+        self.host.unreadable = Problem("node", text, kind="unreadable", level="FAIL")
         self._due["scan"] = -inf
 
     def _observe(self, now: float) -> None:
@@ -5030,7 +5028,7 @@ class Daemon:
 
         for path in _output_files(before) - _output_files(host.settings):
             host.files.keep(path, None)
-        self._must_publish = True
+        self._due["poll"] = -inf  # by the new interval from now on
 
 
 def _output_files(settings: Settings) -> set[str]:
@@ -5061,81 +5059,986 @@ def _chips_to_list(decision: Decision) -> list[str]:
 
 
 # ==== COMMAND LINE ================================================================================
+#
+# `list`, `check` and `fix` read the view that the running daemon serves, so they cannot contradict
+# the log, the metrics or the kubelet.
 
-View = Mapping[str, Any]  # see view_of_node()
+View = Mapping[str, Any]  # as view_of_node() makes it, or a part of it
 
+RUNTIME_DIR = "/run/tt-device-plugin"  # as systemd makes it for the service
 VIEW_TIMEOUT = 10.0  # seconds; the daemon ends a connection after 5
-SETTLE_INTERVAL = 0.01  # seconds between looks at reads under way, without a daemon
-RUNTIME_DIR = "/run/tt-device-plugin"  # the service's, as systemd makes it
-WIDTH = 110  # columns of `list`, at most
-VIEW_MAX = 64 << 20  # bytes
-HELP_WIDTH = 80
-CANNOT_LOOK = "cannot look at this node: %s"  # with the reason of an OSError
+START = "systemctl start tt-device-plugin"
+RESTART = "systemctl restart tt-device-plugin"
 
-# Columns of `list` that show a value of its rows; _cells() adds HEALTH and USED BY.
-COLUMNS = {
-    "N": "index",
-    "ADDRESS": "bdf",
-    "ID": "id",
-    "CARD": "card",
-    "SERIAL": "serial",
-    "NUMA": "numa_node",
-    "FIRMWARE": "firmware",
-    "RESOURCE": "resource",
-    "°C": "temperature",
-    "W": "power",
+
+class Refusal(Exception):
+    """Why a command cannot go on, in one line, and its exit status."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoView(Refusal):
+    """Why the daemon's view cannot be read; `level`: of the finding of `check`."""
+
+    def __init__(self, level: str, problem: str, command: str = "") -> None:
+        self.level, self.problem, self.command = level, problem, command
+        super().__init__(f"the service {with_command(problem, command)}")
+
+
+def say(text: str) -> None:
+    """Print a line at once, with the control characters of names that others choose escaped."""
+    print(printable(text), flush=True)
+
+
+# -- the view of the node --------------------------------------------------------------------------
+
+# What the commands need of a view. A service that was not restarted after an upgrade has another
+# version; its view will do if it has all of this.
+NEEDED = {
+    "view": "version settings rejected driver unsupported chips problems",
+    "settings": "root runtime_dir device_plugin_dir cdi_dir hugepages mounts health",
+    "problems": "level subject kind problem command",
+    "chips": "id index bdf path card board arch serial numa_node firmware temperature power "
+    "healthy withheld resource replicas pods processes excluded since",
 }
-OMITTED_FIRST = ("FIRMWARE", "SERIAL", "NUMA", "CARD")  # if the table is too wide
+
+
+def read_view() -> View:
+    """Return the view of the running daemon, of whatever version; raises NoView."""
+    path = f"{os.environ.get('RUNTIME_DIRECTORY') or RUNTIME_DIR}/{STATUS_SOCKET}"
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(VIEW_TIMEOUT)
+            connection.connect(path)
+            view: View = json.loads(connection.makefile("rb").read())
+        if not isinstance(view, dict) or view.get("program") != PROGRAM:
+            raise ValueError
+
+    # A daemon that was killed leaves its socket.
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NoView("FAIL", "is not running", START) from None
+    except PermissionError:
+        text = f"cannot be asked: {path}: permission denied; run it as root"
+        raise NoView("warn", text) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NoView("FAIL", f"does not answer on {path}: {reason}") from None
+    except (ValueError, RecursionError):  # nothing, or another program's answer
+        text = f"does not answer on {path} with its view of the node"
+        raise NoView("FAIL", text, "journalctl -u tt-device-plugin") from None
+    return view
+
+
+def read_usable_view() -> View:
+    """Return the view of the running daemon, with all that is needed; raises NoView."""
+    view = read_view()
+    if not is_usable(view):
+        # Only `check` knows whether a restart is safe: it reads the configuration.
+        text = f"is of version {view.get('version')}, whose view has another form"
+        raise NoView("warn", text, "tt-device-plugin check")
+    return view
+
+
+def is_usable(view: View) -> bool:
+    """Return whether a view has all that the commands need."""
+    parts = [("view", view), ("settings", view.get("settings", {}))]
+    parts += [(name, each) for name in ("problems", "chips") for each in view.get(name, ())]
+    return all({*NEEDED[name].split()} <= part.keys() for name, part in parts)
+
+
+def faults_of(view: View) -> dict[str, View]:
+    """Return the problems that are faults of chips, by address."""
+    kinds = {kind.value for kind in Kind}
+    return {each["subject"]: each for each in view["problems"] if each["kind"] in kinds}
+
+
+def users_of(row: View) -> list[str]:
+    """Return the pods and processes that use a chip. A pod's process is the pod."""
+    found = pods_of(row)
+    for process in row["processes"] or ():
+        if not (row["pods"] and process["of_pod"]):
+            found.append(f"{process['command']}[{process['pid']}]")
+    return found
+
+
+def pods_of(row: View) -> list[str]:
+    """Return the pods that hold a chip, each once: "namespace/name", or the UID."""
+    pods = [f"{pod['namespace']}/{pod['pod']}".lstrip("/") for pod in row["pods"] or ()]
+    return list(dict.fromkeys(pods))
+
+
+def since_text(row: View, now: datetime) -> str:
+    """Return when a chip's fault began, in local time; with the date from the second day on."""
+    if row["since"] is None:
+        return ""
+    # Python 3.10 does not know the Z.
+    began = datetime.fromisoformat(row["since"].replace("Z", "+00:00")).astimezone(now.tzinfo)
+    form = "%H:%M" if began.date() == now.date() else "%Y-%m-%d %H:%M"
+    return began.strftime(f" (since {form})")
+
+
+# -- list ------------------------------------------------------------------------------------------
+
+
+def list_chips(options: argparse.Namespace) -> int:
+    """Print the chips; return the exit status."""
+    view = read_usable_view()
+    if options.json:
+        print(json.dumps(view["chips"], indent=2))
+    else:
+        for line in list_lines(view, datetime.now().astimezone()):
+            say(line)
+    return 0
+
+
+def list_lines(view: View, now: datetime) -> Iterator[str]:
+    """Yield the versions, a row for each chip, a line for each fault, and a total."""
+    rows = view["chips"]
+    if rows:
+        versions = {row["firmware"] for row in rows} - {None}
+        firmware = "mixed" if len(versions) > 1 else next(iter(versions), "unknown")
+        yield f"driver {view['driver'] or 'not loaded'}, firmware {firmware}"
+        yield from _table(view)
+
+    times = {row["bdf"]: since_text(row, now) for row in rows}
+    problems = [problem for problem in view["problems"] if problem["kind"]]
+    for problem in problems:
+        subject = problem["subject"]
+        text = f"{subject}: {problem['problem']}{times.get(subject, '')}"
+        yield with_command(text, problem["command"])
+
+    unhealthy = sum(1 for row in rows if row["healthy"] is False)
+    in_use = sum(1 for row in rows if users_of(row))
+    if rows:
+        yield f"{pluralize(len(rows), 'chip')}, {unhealthy} unhealthy, {in_use} in use"
+    elif not problems:
+        yield "no Tenstorrent device on this node"
+
+
+def _table(view: View) -> Iterator[str]:
+    """Yield the titles and a row for each chip."""
+    table = [_cells(view, row) for row in view["chips"]]
+    if all(row["id"] in (row["bdf"], None) for row in view["chips"]):
+        for cells in table:
+            del cells["ID"]  # which is there for the IDs of boards
+
+    table.insert(0, {title: title for title in table[0]})
+    widths = {title: max(len(cells[title]) for cells in table) for title in table[0]}
+    for cells in table:
+        yield "  ".join(cells[title].ljust(width) for title, width in widths.items()).rstrip()
+
+
+def _cells(view: View, row: View) -> dict[str, str]:
+    """Return a chip's row of the table, by the titles of the columns."""
+    health = "withheld" if row["withheld"] else "healthy"
+    if fault := faults_of(view).get(row["bdf"]):
+        health = fault["kind"].upper()
+    elif row["healthy"] is None:
+        health = "excluded"
+
+    found = users_of(row)
+    users = ", ".join(found[:2]) or ("?" if None in (row["pods"], row["processes"]) else "-")
+    resource = without_domain(row["resource"] or "")
+    values = {
+        "N": row["index"],
+        "ADDRESS": row["bdf"],
+        "ID": row["id"],
+        "CARD": row["card"],
+        "SERIAL": row["serial"],
+        "NUMA": row["numa_node"],
+        "FIRMWARE": row["firmware"],
+        "RESOURCE": f"{resource} ×{row['replicas']}" if row["replicas"] else resource,
+        "°C": None if row["temperature"] is None else int(row["temperature"]),
+        "W": None if row["power"] is None else int(row["power"]),
+        "HEALTH": health,
+        "USED BY": f"{users} +{len(found) - 2}" if len(found) > 2 else users,
+    }
+    return {title: "-" if value in (None, "") else str(value) for title, value in values.items()}
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+class Finding(NamedTuple):
+    """A line of `check`."""
+
+    level: str  # "ok", "warn" or "FAIL"
+    subject: str
+    problem: str
+    command: str = ""  # that helps
+
+    def __str__(self) -> str:
+        return f"{self.level:4}  {self.subject}: {with_command(self.problem, self.command)}"
+
+
+Findings = Iterator[Finding]
+PAGES_PER_CHIP = 4  # of 1 GiB, as Tenstorrent's tt-system-tools reserves for each device file
+GIANT_PAGES = "/dev/hugepages-1G"
+LANES_MAX = 32  # of a link; one of a chip that does not respond has 63 (all ones)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print what is in order on this node, and what is not; return 1 if anything FAILs."""
+    invalid = None
+    try:
+        load_settings(vars(options), os.environ)
+    except ConfigError as error:
+        invalid = str(error)
+
+    if options.config_only:
+        found = [Finding("FAIL" if invalid else "ok", "configuration", invalid or "valid")]
+    else:
+        try:
+            view: View | NoView = read_view()
+        except NoView as no_view:
+            view = no_view
+        found = [*findings(view, invalid)]
+    found += [Finding("warn", "configuration", text) for text in unknown_variables(os.environ)]
+
+    shown = [each for each in found if each.level != "ok" or not options.quiet]
+    if options.quiet:  # for readers that cut it: node-problem-detector, a pager
+        shown.sort(key=lambda finding: finding.level != "FAIL")
+    for finding in shown:
+        say(str(finding))
+    return 1 if any(each.level == "FAIL" for each in found) else 0
+
+
+def findings(view: View | NoView, invalid: str | None) -> Findings:
+    """Yield all findings about a node; `invalid`: why the configuration on disk is not valid."""
+    yield _configuration(view, invalid)
+    found = [_service(view, invalid)]
+    if not isinstance(view, NoView) and is_usable(view):
+        for each in view["problems"]:
+            found.append(Finding(each["level"], each["subject"], each["problem"], each["command"]))
+        for part in (_driver, _chips, _hugepages, _mounts, _kubelet, _other_allocators):
+            found += part(view)
+
+    for finding in found:
+        # The service would not start again: it runs on with its last valid configuration.
+        if invalid and finding.command == RESTART:
+            problem = f"{finding.problem}; correct the configuration first"
+            finding = finding._replace(problem=problem, command="")
+        yield finding
+
+
+def _configuration(view: View | NoView, invalid: str | None) -> Finding:
+    if invalid is None:
+        return Finding("ok", "configuration", "valid")
+    if isinstance(view, NoView):
+        command = view.command if view.command == START else ""
+    elif view.get("version") == __version__:
+        command = "systemctl reload tt-device-plugin"
+    else:  # this version's package is not configured yet
+        command = "dpkg --configure -a"
+    return Finding("FAIL", "configuration", f"{invalid}; correct it first", command)
+
+
+def _service(view: View | NoView, invalid: str | None) -> Finding:
+    if isinstance(view, NoView):
+        if invalid and view.command == START:
+            return Finding("FAIL", "service", "is not running, and cannot start: see configuration")
+        return Finding(view.level, "service", view.problem, view.command)
+
+    version = view.get("version")
+    if version != __version__:
+        return Finding("warn", "service", f"is still version {version}, not {__version__}", RESTART)
+    if view.get("rejected") and not invalid:
+        text = f"the last reload was rejected: {view['rejected']}"
+        return Finding("FAIL", "service", text, "systemctl reload tt-device-plugin")
+    return Finding("ok", "service", f"version {version} is running")
+
+
+def _driver(view: View) -> Findings:
+    version = view["driver"]
+    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
+    if numbers and numbers < [2, 0]:
+        text = f"{version}: tt-umd of August 2026 and later needs tt-kmd 2.0 or later"
+        yield Finding("warn", "driver", text)
+    elif numbers and numbers < [2, 7]:
+        text = f"{version} cannot report stopped firmware; update tt-kmd to 2.7 or later"
+        yield Finding("warn", "driver", text)
+    elif version:
+        yield Finding("ok", "driver", version)
+
+
+def _chips(view: View) -> Findings:
+    for bdf in view["unsupported"]:
+        text = "not supported: a Tenstorrent card of a generation that this program does not know"
+        yield Finding("warn", bdf, text)
+    if not view["chips"] and not view["unsupported"]:
+        yield Finding("warn", "chips", "none found")
+
+    for row in view["chips"]:
+        card = row["card"] or row["arch"] or "unknown card"
+        if row["healthy"] is None:
+            yield Finding("ok", row["bdf"], f"{card}, excluded by the configuration")
+        elif row["healthy"]:
+            yield Finding("ok", row["bdf"], f"{card}, {row['path']}, healthy")
+            yield from _healthy_chip(row, _pci_directory(view, row))
+
+
+def _healthy_chip(row: View, directory: str) -> Findings:
+    """Check a chip's telemetry, its PCIe link and its file's mode; `directory`: in sysfs."""
+    bdf, path = row["bdf"], row["path"]
+    if row["temperature"] is None and row["firmware"] is None:
+        yield Finding("warn", bdf, "no firmware telemetry; if this persists, check dmesg")
+
+    width = to_integer(read_text(f"{directory}/current_link_width"))
+    most = to_integer(read_text(f"{directory}/max_link_width"))
+    if width and most and width < most <= LANES_MAX:
+        text = f"PCIe link is x{width}, card supports x{most}; reseat the card, or check its slot"
+        yield Finding("warn", bdf, text)
+
+    with suppress(OSError):
+        mode = stat.S_IMODE(os.stat(path or "").st_mode)
+        if mode & 0o666 != 0o666:
+            text = f"{path} has mode {mode:04o}, so not every user can open it"
+            yield Finding("warn", bdf, f"{text}; install the driver's udev rules")
+
+
+def _pci_directory(view: View, row: View) -> str:
+    return f"{view['settings']['root'].rstrip('/')}/sys/bus/pci/devices/{row['bdf']}"
+
+
+def _hugepages(view: View) -> Findings:
+    """Check for pages of 1 GiB, which chips need unless an IOMMU translates their addresses."""
+    settings = view["settings"]
+    if settings["hugepages"] == "none":
+        return
+
+    chips = 0
+    for row in view["chips"]:
+        domain = read_text(f"{_pci_directory(view, row)}/iommu_group/type") or ""
+        if row["path"] and row["healthy"] is not None and not domain.startswith("DMA"):
+            chips += 1
+
+    root = settings["root"].rstrip("/")
+    mounts = read_text(f"{root}/proc/mounts") or ""
+    if chips:
+        yield _giant_pages(chips, root, mounts, settings["mounts"])
+    else:
+        yield Finding("ok", "hugepages", "none needed")
+
+    if re.search(r" cgroup2 \S*\bmemory_hugetlb_accounting\b", mounts):
+        text = "hugepages count towards a pod's memory limit (memory_hugetlb_accounting)"
+        yield Finding("ok", "hugepages", text)
+
+
+def _giant_pages(chips: int, root: str, mounts: str, configured: Sequence[View]) -> Finding:
+    """Check the pages of 1 GiB for so many chips; `mounts`: the text of /proc/mounts."""
+    needed = chips * PAGES_PER_CHIP
+    without = f"{pluralize(chips, 'chip')} without an IOMMU, or with iommu=pt, "
+    need = f"{without}{'needs' if chips == 1 else 'need'} {needed}"
+    pool = f"{root}/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
+    pages = to_integer(read_text(pool))
+    if pages is None:
+        text = f"this kernel has no pages of 1 GiB, but {need}; enable the IOMMU"
+        return Finding("warn", "hugepages", text)
+
+    available = f"{pluralize(pages, 'page')} of 1 GiB"
+    if pages < needed:
+        add = f"add hugepagesz=1G hugepages={needed} to the kernel command line and reboot"
+        text = f"{available}, but {need}; {add}, or install tt-system-tools"
+        return Finding("warn", "hugepages", text)
+
+    # The kernel prints a page size of 1 GiB as 1024M.
+    mounted = re.search(rf" {GIANT_PAGES} hugetlbfs \S*\bpagesize=(\w+)", mounts)
+    is_replaced = any(mount["container"] == GIANT_PAGES for mount in configured)
+    if not is_replaced and not mounted:
+        text = f"no hugetlbfs is mounted on {GIANT_PAGES}, so containers get no pages of 1 GiB"
+        mount = f"mount -t hugetlbfs -o X-mount.mkdir,pagesize=1G hugetlbfs {GIANT_PAGES}"
+        return Finding("warn", "hugepages", text, mount)
+    if not is_replaced and mounted and mounted[1] != "1024M":
+        text = f"{GIANT_PAGES} has pages of {mounted[1]}; mount it with pagesize=1G"
+        return Finding("warn", "hugepages", text)
+    return Finding("ok", "hugepages", f"{available}, {needed} needed")
+
+
+def _mounts(view: View) -> Findings:
+    for mount in view["settings"]["mounts"]:
+        if not exists(mount["host"]):
+            text = f"{mount['host']} does not exist; pods with devices cannot start"
+            yield Finding("warn", "mounts", text)
+
+
+def _kubelet(view: View) -> Findings:
+    path = f"{view['settings']['device_plugin_dir']}/{KUBELET_SOCKET}"
+    if exists(path):
+        yield Finding("ok", "kubelet", f"{path} exists")
+    else:
+        yield Finding("warn", "kubelet", f"{path} does not exist; is the kubelet running?")
+
+
+def _other_allocators(view: View) -> Findings:
+    """Look for Tenstorrent's DRA driver, which would give our chips to other pods."""
+    settings = view["settings"]
+    registry = f"{dirname(settings['device_plugin_dir'])}/plugins_registry"
+    for directory, sign in (registry, "tenstorrent"), (settings["cdi_dir"], "k8s.tenstorrent.com-"):
+        for name in names_in(directory) if directory else ():
+            if sign in name:
+                text = (
+                    f"Tenstorrent's DRA driver is also on this node ({directory}/{name}), and can "
+                    "give chips of this plugin to other pods; remove one of them"
+                )
+                yield Finding("warn", "allocators", text)
+
+
+# -- fix: looks before it mends --------------------------------------------------------------------
+#
+# A command in a text is old when it is pasted: the device number can be another chip's by then. And
+# tt-smi resets *all* other cards of the node if it does not find the address that it was given. So
+# texts about a chip name this command, which takes one step at a time, each after a look at sysfs
+# and at the daemon's view. It runs with the operator's rights; the daemon does none of this.
+
+LOOK_INTERVAL = 0.25  # seconds between looks
+FOLLOWS_WITHIN = 30.0  # seconds, at least, for a step's effect, or for a reset to end by itself
+ANSWERS_WITHIN = 10.0  # seconds that a starved daemon has to answer after a step
+ENDS_WITHIN = 5.0  # seconds that an interrupted tt-smi has to end before it is killed
+VERSION_TAKES = 30.0  # seconds that tt-smi has to print its version
+TT_SMI_NEEDED = (4, 2)  # the first version that accepts a device file as target
+GALAXY_RESETS = (
+    "a reset of one chip of a Galaxy needs CPLD firmware 1.16 or later, and users report chips "
+    "that could not be used afterwards (tt-umd #3458); tt-smi -glx_reset resets all 32 chips "
+    "instead, which interrupts every pod"
+)
+
+
+class Step(Enum):
+    """What can help a chip; the value is how it is shown."""
+
+    RESCAN = "rescan the PCI bus, so that the kernel finds missing cards again"
+    LOAD = "load the driver, which concerns all chips of this node"
+    BIND = "bind the driver to the chip"
+    REBIND = "unbind the driver from the chip and bind it again"
+    MAKE_FILE = "make the device file again, with the numbers that sysfs has"
+    RESET = "reset the chip with tt-smi"
+    WAIT = "wait"  # without a command, as it affects nobody
+
+
+class End(NamedTuple):
+    """The reason not to take another step."""
+
+    text: str
+    is_well: bool = False
+
+
+class Look(NamedTuple):
+    """A chip at one moment, as sysfs and the daemon show it."""
+
+    function: PciFunction  # by sysfs
+    view: View  # the daemon's
+    override: str | None = None  # the only driver that the kernel may bind; None: any
+    is_arm64: bool = False
+
+    @property
+    def row(self) -> View:
+        return row_of(self.view, self.function.address)
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the chip's fault, by the daemon; empty if it has none."""
+        fault = faults_of(self.view).get(self.function.address)
+        return fault["kind"] if fault else ""
+
+
+class Plan(NamedTuple):
+    """A step, and all that an answer to it is about."""
+
+    step: Step
+    command: str  # which is shown and run
+    users: str  # of the chip
+    lines: tuple[str, ...] = ()  # whom else it concerns, and what must be known of it
+    pods: tuple[str, ...] = ()  # that lose their chips by it, or have lost them
+    needs_answer: bool = False  # which --yes does not give
+
+
+def row_of(view: View, address: str) -> View:
+    """Return the row of a chip; raises Refusal if it was not seen since boot.
+
+    The domain of its address can be left out, as lspci does.
+    """
+    wanted = address.lower()
+    found = [row for row in view["chips"] if wanted in (row["bdf"], row["bdf"].partition(":")[2])]
+    if len(found) == 1:
+        row: View = found[0]
+        return row
+    text = f"{address!r} fits several chips" if found else f"{address!r} was not seen since boot"
+    raise Refusal(f"{text}; run: tt-device-plugin list", 2)
+
+
+def next_step(look: Look, done: Sequence[Step]) -> Step | End:
+    """Return what to do next about a chip, or why nothing: the first row that applies.
+
+        excluded                            nothing
+        not on the bus                      RESCAN
+        driver not loaded                   LOAD
+        bound to another driver             nothing: a virtual machine may use the card
+        not bound                           BIND
+        bound, but no class device; silent  REBIND
+        device file missing or another's    MAKE_FILE
+        healthy                             nothing
+        hot, tripped                        nothing: only cooling helps
+        resetting                           WAIT, then REBIND
+        other faults of a present chip      RESET; nothing on arm64, where tt-smi cannot
+        a fault that sysfs does not show    WAIT, then nothing: the daemon has not seen it yet
+
+    A chip that is silent or resetting after REBIND is reset, too.
+    """
+    function, kind = look.function, look.kind
+    if look.row["excluded"]:
+        return End("nothing is done: the chip is excluded", look.row["healthy"] is not False)
+
+    step = Step.RESET
+    if not function.on_bus:
+        step = Step.RESCAN
+    elif not function.driver_is_loaded:
+        step = Step.LOAD
+    elif function.driver not in (None, DRIVER):
+        block = f"unbinding {function.driver} would block until the virtual machine ends"
+        return End(f"nothing is done: a virtual machine may use the card; {block}")
+    elif function.driver is None:
+        step = Step.BIND
+    elif function.number is None:
+        step = Step.REBIND
+    elif function.file_fault and kind != "silent":
+        step = Step.MAKE_FILE
+    elif not kind:
+        return End(f"nothing {'more ' if done else ''}needs to be done", is_well=True)
+    elif kind in ("hot", "tripped"):
+        return End("nothing is done: only cooling helps; check the fans and the air flow")
+    elif kind in ("gone", "no_driver", "node"):
+        if Step.WAIT in done:
+            return End("nothing is done: the service does not see that this is over; see its log")
+        step = Step.WAIT
+    elif kind == "resetting" and Step.WAIT not in done:
+        step = Step.WAIT
+    elif kind in ("silent", "resetting") and _is_new(Step.REBIND, done):
+        step = Step.REBIND
+
+    if step is Step.RESET and look.is_arm64:
+        return End("tt-smi cannot reset chips on arm64; drain this node and reboot it")
+    if _is_new(step, done):
+        return step
+    if step is Step.LOAD:
+        return End("no step is left; install the driver (tt-kmd) for the running kernel")
+    late = "if the firmware is late, try again in some minutes"
+    return End(f"no step is left; {late}; else drain this node and power-cycle it")
+
+
+def _is_new(step: Step, done: Sequence[Step]) -> bool:
+    """Return whether a step was not taken yet; a Blackhole is bound again after its reset.
+
+    Its driver asks for the firmware's telemetry only when it binds (tt-kmd).
+    """
+    if step is Step.REBIND and Step.RESET in done:
+        done = done[done.index(Step.RESET) :]
+    return step not in done
+
+
+def command_of(step: Step, look: Look, settings: Settings, tt_smi: str = "") -> str:
+    """Return the shell command that is a step."""
+    function = look.function
+    bus, quote = f"{settings.sys}/bus/pci", shlex.quote
+    driver = f"{bus}/drivers/{DRIVER}"
+
+    if step is Step.RESCAN:
+        return f"echo 1 > {quote(f'{bus}/rescan')}"
+    if step is Step.LOAD:
+        modprobe = "modprobe" if settings.root == "/" else f"{settings.root}/bin/modprobe"
+        return f"{quote(modprobe)} {DRIVER}"
+    if step is Step.MAKE_FILE:
+        # Container runtimes can have made a directory there, for a file that did not exist.
+        path = quote(function.path)
+        number = f"$(tr : ' ' < {quote(f'{function.class_device}/dev')})"
+        make = f"mknod -m 666 {path} c {number}"
+        return f"mkdir -p -m 755 {quote(dirname(function.path))}; rm -df {path}; {make}"
+    if step is Step.RESET:
+        # To tt-smi an address that it does not find is *all* chips; a device file never is, nor is
+        # one that TT_VISIBLE_DEVICES leaves out. Its search for devices afterwards (--no_reinit:
+        # none) would open those that are in use.
+        target = f"/dev/{DRIVER}/{function.number}"
+        return f"env -u TT_VISIBLE_DEVICES {quote(tt_smi)} -r {target} --no_reinit"
+
+    # While driver_override names another driver, the kernel refuses to bind ours (ENODEV). An
+    # unbind can fail because the driver has let go meanwhile: the bind follows in any case.
+    parts = []
+    if look.override not in (None, DRIVER):
+        parts.append(f"echo > {quote(f'{function.directory}/driver_override')}")
+    if step is Step.REBIND:
+        parts.append(f"echo {function.address} > {quote(f'{driver}/unbind')}")
+    return "; ".join([*parts, f"echo {function.address} > {quote(f'{driver}/bind')}"])
+
+
+def plan_of(step: Step, look: Look, command: str = "") -> Plan:
+    """Return a step with those whom it concerns."""
+    row, others = look.row, others_hit(step, look)
+    lines = []
+    needs_answer = False
+    if step is Step.RESET and row["board"] == "p300":
+        whose = "the other chip of its board, is reset, too"
+        lines += [f"{each['bdf']}, {whose}; {use_of(each)}" for each in others]
+        needs_answer = len(others) != 1 or has_unknown_users(others[0])
+        if len(others) != 1:
+            lines = ["the other chip of its board, which is not known, is reset, too"]
+    else:
+        used = [each for each in others if use_of(each) != UNUSED]
+        lines += [f"this also concerns {each['bdf']}: {use_of(each)}" for each in used]
+
+    if step is Step.RESET and str(row["board"]).startswith("galaxy"):
+        lines.append(GALAXY_RESETS)
+        needs_answer = True
+    if step in (Step.BIND, Step.REBIND) and look.override not in (None, DRIVER):
+        lines.append(f"driver_override keeps the chip for {look.override}, and is cleared")
+
+    pods = chain.from_iterable(map(pods_of, [row, *others]))
+    return Plan(step, command, use_of(row), tuple(lines), tuple(pods), needs_answer)
+
+
+def others_hit(step: Step, look: Look) -> list[View]:
+    """Return the rows of the other chips that a step concerns."""
+    row, faults = look.row, faults_of(look.view)
+    others = [each for each in look.view["chips"] if each["bdf"] != row["bdf"]]
+    if step in (Step.RESCAN, Step.LOAD):
+        kind = "gone" if step is Step.RESCAN else "no_driver"
+        return [each for each in others if faults.get(each["bdf"], {}).get("kind") == kind]
+    if step is Step.RESET and row["board"] == "p300" and row["serial"]:
+        return [
+            each for each in others if (each["board"], each["serial"]) == ("p300", row["serial"])
+        ]
+    return []
+
+
+UNUSED = "not in use"
+
+
+def use_of(row: View) -> str:
+    """Return who uses a chip, as the end of a line about it."""
+    found = users_of(row)
+    if not found:
+        return "its users are not known" if has_unknown_users(row) else UNUSED
+    more = " (others are not known)" if has_unknown_users(row) else ""
+    return f"used by {', '.join(found)}{more}"
+
+
+def has_unknown_users(row: View) -> bool:
+    """Return whether not all users of a chip are known: a virtual machine may be one."""
+    return None in (row["pods"], row["processes"])
+
+
+def fix(options: argparse.Namespace) -> int:
+    """Mend a chip; return the exit status. Raises Refusal, OSError."""
+    view = read_usable_view()
+    mender = Mender(view, row_of(view, options.address)["bdf"], says_yes=options.yes)
+
+    # One at a time on a node; the lock ends with this process.
+    path = f"{view['settings']['runtime_dir']}/fix.lock"
+    try:
+        fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refusal("another fix is at work on this node") from None
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            signal.signal(number, signal.default_int_handler)
+    try:
+        return mender.mend()
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+        return 130
+    finally:
+        if mender.pods:
+            say(f"pods that must be started again: {', '.join(mender.pods)}")
+
+
+def _is_well(step: Step | End) -> bool:
+    return isinstance(step, End) and step.is_well
+
+
+class Mender:
+    """Brings a chip back to health, step after step."""
+
+    def __init__(self, view: View, bdf: str, *, says_yes: bool) -> None:
+        self._settings = Settings(root=view["settings"]["root"])
+        # The daemon sees what has followed from a step at its polls.
+        self._patience = max(FOLLOWS_WITHIN, 3 * view["settings"]["health"]["interval"])
+        self._bdf = bdf
+        self._says_yes = says_yes
+        self._tt_smi = ""  # its path, once its version is known to be new enough
+        self._done: list[Step] = []
+        self.pods: dict[str, None] = {}  # those that must be started again
+
+    def mend(self) -> int:
+        """Look, ask and take a step, until there is none; return the exit status.
+
+        Raises Refusal, OSError, KeyboardInterrupt.
+        """
+        look = self._look()
+        self._show(look)
+        while True:
+            plan = self._plan(look)
+            if isinstance(plan, End):
+                say(plan.text)
+                return 0 if plan.is_well else 1
+
+            if plan.step is Step.WAIT:
+                look = self._wait(lambda step: step is not Step.WAIT)
+                self._done.append(Step.WAIT)
+                self._show(look)
+                continue
+
+            for line in plan.lines:
+                say(line)
+            is_loss = plan.step in (Step.REBIND, Step.RESET) and plan.users != UNUSED
+            say(f"next step: {plan.step.value}{', which interrupts its users' if is_loss else ''}")
+            say(f"    {plan.command}")
+            if not self._is_agreed(plan):
+                return 1
+
+            # A person has thought about it, perhaps for hours.
+            look = self._look()
+            if self._plan(look) != plan:
+                say("this has changed since the question; nothing was done, it is asked again")
+                self._show(look)
+                continue
+
+            status = self._take(plan)
+            if plan.step is Step.RESET:
+                self._look_after_reset(look)
+            has_effect = status == 0 or plan.step is Step.RESET  # tt-smi's status proves nothing
+            look = self._wait(_is_well) if has_effect else self._look()
+            self._show(look)
+
+    # Looks
+
+    def _look(self) -> Look:
+        """Return what sysfs and the daemon show now; raises Refusal, OSError."""
+        # A step can starve the daemon for a while.
+        deadline = monotonic() + (ANSWERS_WITHIN if self._done else 0)
+        while True:
+            try:
+                view = read_usable_view()
+                break
+            except NoView:
+                if monotonic() >= deadline:
+                    raise
+                time.sleep(LOOK_INTERVAL)
+
+        function = self._scan().get(self._bdf)
+        if function is None or function.arch is None:  # another vendor's card, or none
+            function = PciFunction(self._bdf, on_bus=False)
+        return Look(
+            function,
+            view,
+            override=driver_override(function) if function.on_bus else None,
+            is_arm64=os.uname().machine == "aarch64",
+        )
+
+    def _scan(self) -> Bus:
+        is_loaded = driver_version(self._settings) is not None
+        return scan(self._settings, {}, driver_is_loaded=is_loaded)
+
+    def _wait(self, is_enough: Callable[[Step | End], bool]) -> Look:
+        """Look until the next step is as wanted, or the time is over; return the last look."""
+        say(f"waiting, at most {self._patience:g} s")
+        deadline = monotonic() + self._patience
+        while True:
+            time.sleep(LOOK_INTERVAL)
+            look = self._look()
+            if is_enough(next_step(look, self._done)) or monotonic() >= deadline:
+                return look
+
+    def _show(self, look: Look) -> None:
+        """Print how the chip is, and who uses it."""
+        row, state = look.row, "healthy"
+        if fault := faults_of(look.view).get(self._bdf):
+            state = fault["problem"] + since_text(row, datetime.now().astimezone())
+        elif row["healthy"] is None:
+            state = "excluded"
+        card = row["card"] or row["arch"] or "unknown card"
+        say(f"{self._bdf} ({card}): {state}; {use_of(row)}")
+
+    # Plans and questions
+
+    def _plan(self, look: Look) -> Plan | End:
+        """Return the next step, or why there is none; raises Refusal without tt-smi."""
+        step = next_step(look, self._done)
+        if isinstance(step, End):
+            return step
+        if step is Step.RESET and not self._tt_smi:
+            self._tt_smi = find_tt_smi(self._settings)
+        return plan_of(step, look, command_of(step, look, self._settings, self._tt_smi))
+
+    def _is_agreed(self, plan: Plan) -> bool:
+        """Return whether the operator wants a step."""
+        if self._says_yes and not plan.needs_answer:
+            return True
+
+        undone = "nothing more is done" if self._done else "nothing is done"
+        if not (os.isatty(0) and os.isatty(1)):
+            advice = "ssh -t" if plan.needs_answer else "ssh -t, or --yes"
+            say(f"{undone}: the question needs a terminal ({advice})")
+            return False
+
+        with suppress(termios.error):  # the terminal has been closed
+            termios.tcflush(0, termios.TCIFLUSH)  # the answer must be typed after the question
+        print("Do this? [y/N] ", end="", flush=True)
+        answer = os.read(0, 4096)
+        if not answer.endswith(b"\n"):
+            print()
+        if answer.strip().lower() in (b"y", b"yes"):
+            return True
+        say(undone)
+        return False
+
+    # Steps
+
+    def _take(self, plan: Plan) -> int:
+        """Take a step, and note whose pods it has hit; return the status of its command."""
+        pods = dict.fromkeys(plan.pods)
+        user = os.environ.get("SUDO_USER") or os.environ.get("USER") or f"UID {os.getuid()}"
+        text = f"fix {self._bdf}: {user} runs: {plan.command}; pods: {', '.join(pods) or 'none'}"
+        write_to_journal(self._settings, text)
+
+        self._done.append(plan.step)
+        if plan.step in (Step.REBIND, Step.RESET):  # also if it fails, or is interrupted
+            self.pods |= pods
+        status = run_step(plan.command, can_be_ended=plan.step is Step.RESET)
+        if status:
+            say(f"the command has ended with status {status}")
+        elif plan.step is not Step.MAKE_FILE:
+            self.pods |= pods
+        return status
+
+    def _look_after_reset(self, before: Look) -> None:
+        """Say which card was reset if the chip has lost its number while tt-smi started.
+
+        Another pod can have got the other chip of a p300 meanwhile: it was healthy.
+        """
+        after = self._look()
+        self.pods |= dict.fromkeys(plan_of(Step.RESET, after).pods)
+        number = before.function.number
+        for bdf, function in self._scan().items():
+            if function and function.number == number and bdf != self._bdf:
+                say(f"the device number {number} is that of {bdf} now: tt-smi may have reset it")
+                self.pods |= dict.fromkeys(pods_of(row_of(after.view, bdf)))
+
+
+def find_tt_smi(settings: Settings) -> str:
+    """Return the path of tt-smi; raises Refusal if there is none that can be used.
+
+    A simulated node has its own programs in the directory `bin` below its root.
+    """
+    import shutil  # here, because it would cost 2 ms of each start
+
+    directories = os.environ.get("PATH", os.defpath)
+    if settings.root != "/":
+        directories = f"{settings.root}/bin"
+    needed = f"tt-smi {'.'.join(map(str, TT_SMI_NEEDED))} or later"
+    path = shutil.which("tt-smi", path=directories)
+    if path is None:
+        place = "install it from PyPI into root's PATH (sudo has a PATH of its own)"
+        raise Refusal(f"{needed} was not found in {directories}; {place}")
+
+    command = [path, "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=VERSION_TAKES)
+    except subprocess.TimeoutExpired:
+        raise Refusal(f"{path} --version does not answer") from None
+    version = done.stdout.decode("utf-8", "replace").strip()
+    numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+    if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:
+        raise Refusal(f"{path} is version {version[:63] or 'unknown'}; {needed} is required")
+    return path
+
+
+def run_step(command: str, *, can_be_ended: bool) -> int:
+    """Run a shell command; return its status.
+
+    It has a session of its own, so that Ctrl-C does not end it between an unbind and its bind. If
+    it can be ended, an interrupt ends it, with all that it has started.
+    """
+    shell = ["sh", "-c", command]
+    process = subprocess.Popen(shell, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        if not can_be_ended:
+            process.wait()
+            raise
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS_WITHIN)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def write_to_journal(settings: Settings, text: str) -> None:
+    """Write a line to the journal, if there is one (RFC 3164; 29: a notice of a daemon)."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.connect(f"{settings.dev}/log")
+        journal.send(f"<29>tt-device-plugin[{os.getpid()}]: {printable(text)}".encode())
+
+
+# -- arguments -------------------------------------------------------------------------------------
 
 
 class Command(NamedTuple):
     """A command, which is the first word of the command line."""
 
+    act: Callable[[argparse.Namespace], int]  # returns the exit status
     help: str
     options: tuple[str, ...]  # without dashes, and with underscores
-    example: str
     argument: str = ""  # a word that it needs
     argument_help: str = ""
 
 
-CONFIG_FILE = _path("configuration file")
+def run(options: argparse.Namespace) -> int:
+    """Run the daemon; return its exit status."""
+
+    def load() -> Settings:
+        settings = load_settings(vars(options), os.environ)
+        for warning in unknown_variables(os.environ):
+            log.warning("%s", warning)
+        return settings
+
+    try:
+        settings = load()
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    return asyncio.run(Daemon(settings, load, ServiceManager(os.environ)).run())
+
+
 SWITCHES = {  # options of commands that have no value
-    "json": "print JSON",
-    "quiet": "print only lines that are not ok",
+    "json": "print an array of objects, see JSON in tt-device-plugin(8)",
+    "quiet": "print only lines that are not ok, those with FAIL first",
     "config_only": "check only the configuration",
-    "yes": "answer yes to questions, except before a reset with unknown effects",
+    "yes": "answer yes, except before a reset on a Galaxy, or of a p300 if the users of its other "
+    "chip are not known",
 }
 COMMANDS = {
     "run": Command(
-        "the daemon: serves the kubelet's device plugin API; systemctl reload reads its "
-        "configuration again",
+        run,
+        "the daemon, which systemd starts: serves the kubelet's device plugin API",
         ("config_file", *OPTIONS),
-        "tt-device-plugin run --unit=board",
     ),
-    "list": Command(
-        "one row per chip: health, resource and users",
-        (
-            "json",
-            "config_file",
-            *NEEDS_RESTART,
-            "resource_domain",
-            "resource_naming",
-            "unit",
-        ),
-        "tt-device-plugin list --json",
-    ),
+    "list": Command(list_chips, "one row per chip: health, resource and users", ("json",)),
     "check": Command(
+        check,
         "preflight for this node: configuration, service, driver, chips, hugepages, kubelet",
-        ("quiet", "config_only", "config_file", *OPTIONS),
-        "tt-device-plugin check --quiet",
+        ("quiet", "config_only", "config_file"),
     ),
     "fix": Command(
-        "fixes a chip: looks at it, shows the remedy and whom it affects, asks, applies it, looks "
-        "again",
-        ("yes", "config_file"),
-        "tt-device-plugin fix 0000:01:00.0",
+        fix,
+        "mends a chip step by step: looks, shows the step and whom it hits, asks, takes it",
+        ("yes",),
         "ADDRESS",
-        "PCI address of the chip, as list shows it",
+        "PCI address of the chip, as list or lspci shows it",
     ),
 }
 ABOUT = "Makes the Tenstorrent accelerators of this node available to Kubernetes."
@@ -5146,103 +6049,40 @@ file; see tt-device-plugin(8) and tt-device-plugin.toml(5).
 """
 
 
-class HelpFormatter(argparse.RawTextHelpFormatter):
-    """Shows a switch of the configuration as --switch[=BOOL]; argparse would add a space."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; an abbreviated flag is an unknown one."""
+    # With a width argparse does not import shutil, which costs 2 ms of each start.
+    form = partial(argparse.RawDescriptionHelpFormatter, width=80, max_help_position=12)
+    common: Json = {"formatter_class": form, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(PROGRAM, description=ABOUT, epilog=EPILOG, **common)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
 
-    def __init__(self, prog: str, **_: Any) -> None:
-        # With a width argparse does not import shutil, which costs 3 ms of each start.
-        super().__init__(prog, width=HELP_WIDTH, max_help_position=8)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if action.option_strings and action.nargs == "?":
-            return f"{action.option_strings[0]}[=BOOL]"
-        return super()._format_action_invocation(action)
-
-
-def _parser(program: str, command: str, about: str, epilog: str) -> argparse.ArgumentParser:
-    """Return a parser whose help has these texts; an abbreviated flag is an unknown one."""
-    usage = f"tt-device-plugin {command} [OPTIONS]"
-    return argparse.ArgumentParser(
-        program, usage, about, epilog, formatter_class=HelpFormatter, allow_abbrev=False
-    )
-
-
-def overview_parser() -> argparse.ArgumentParser:
-    """Return the parser of a command line that does not begin with a command."""
-    about = f"{ABOUT}\n\ncommands:\n"
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        about += _filled(f"  {name:7} {command.help}", indent=10)
-
-    parser = _parser("tt-device-plugin", "|".join(COMMANDS), about, EPILOG)
-    parser.add_argument("command", nargs="?", choices=[*COMMANDS], help=argparse.SUPPRESS)
-    version = f"tt-device-plugin {__version__}"
-    parser.add_argument("--version", action="version", version=version)
+        about = f"{command.help[0].upper()}{command.help[1:]}."
+        added = commands.add_parser(name, help=command.help, description=fill(about, 80), **common)
+        if command.argument:
+            added.add_argument("address", metavar=command.argument, help=command.argument_help)
+        for option in command.options:
+            _add_option(added, option)
     return parser
 
 
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command's options."""
-    command = COMMANDS[name]
-    about = _filled(f"{command.help[0].upper()}{command.help[1:]}.")
-    example = f"example:\n  {command.example}\n"
-    usage = f"{name} {command.argument}".rstrip()
-    parser = _parser(f"tt-device-plugin {name}", usage, about, example)
-    if command.argument:
-        parser.add_argument("argument", metavar=command.argument, help=command.argument_help)
+def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add a flag. Values are parsed with the configuration, whose errors have other statuses."""
+    if name in SWITCHES:
+        parser.add_argument(flag_of(name), action="store_true", help=SWITCHES[name])
+        return
 
-    # The daemon's other options are accepted as well: it is easiest to give all commands the same.
-    for option in dict.fromkeys([*command.options, *OPTIONS]):
-        if option in SWITCHES:
-            parser.add_argument(flag_of(option), action="store_true", help=SWITCHES[option])
-            continue
-
-        key = KEYS.get(option, CONFIG_FILE)
-        default = getattr(Settings(), option, DEFAULT_CONFIG_FILE)
-        shown = str(default).lower() if key.is_switch else default
-        text = _filled(f"{key.help}; default {shown} [{variable_of(option)}]", HELP_WIDTH - 8)
-        parser.add_argument(
-            flag_of(option),
-            metavar="|".join(key.choices) or option.rpartition("_")[2].upper(),
-            nargs="?" if key.is_switch else None,
-            const="true" if key.is_switch else None,
-            help=text if option in command.options else argparse.SUPPRESS,
-        )
-    return parser
-
-
-def _filled(text: str, width: int = HELP_WIDTH, indent: int = 0) -> str:
-    """Return a text in lines of this width; all but the first are indented."""
-    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def parse_command_line(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """Return the command and its options; a wrong word or --help ends the program."""
-    if not words or words[0] not in COMMANDS:
-        parser = overview_parser()
-        parser.parse_args(words)
-        parser.print_help(sys.stderr)
-        parser.exit(2, f"\ntt-device-plugin: a command is missing: {either([*COMMANDS])}\n")
-
-    name, *others = words
-    parser = command_parser(name)
-    options, unknown = parser.parse_known_args(others)
-    if unknown:
-        parser.error(_unrecognized(unknown, name))
-    return name, options
-
-
-def _unrecognized(words: Sequence[str], command: str) -> str:
-    """Return the error about words that are not options of a command."""
-    text = f"unrecognized arguments: {' '.join(words)}"
-    flag = words[0].partition("=")[0]
-    if not flag.startswith("--"):
-        return text
-
-    if others := [name for name, each in COMMANDS.items() if flag in map(flag_of, each.options)]:
-        return f"{flag} is valid only with {either(others)}"
-    near = nearest(flag[2:].replace("-", "_"), COMMANDS[command].options)
-    return f"{text}; did you mean {flag_of(near)}?" if near else text
+    key = OPTIONS.get(name)
+    default = getattr(Settings(), name, DEFAULT_CONFIG_FILE)
+    shown = str(default).lower() if isinstance(default, bool) else default
+    help = f"{key.help if key else 'configuration file'}; default {shown} [{variable_of(name)}]"
+    metavar = "|".join(key.choices) if key and key.choices else name.rpartition("_")[2].upper()
+    if key and key.is_switch:
+        parser.add_argument(flag_of(name), metavar="BOOL", nargs="?", const="true", help=help)
+    else:
+        parser.add_argument(flag_of(name), metavar=metavar, help=help)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -5251,29 +6091,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "run" in words[:1]:  # a reload must not kill the daemon before it has a handler for it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
-    command, options = parse_command_line(words)
-    set_up_logging(os.environ, has_timestamps=command == "run")
+    parser = make_parser()
+    options = parser.parse_args(words)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+
+    set_up_logging(os.environ, has_timestamps=options.command == "run")
+    act = COMMANDS[options.command].act
+    return act(options) if options.command == "run" else run_command(act, options)
+
+
+def run_command(act: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command that shows something; return its exit status. An error is one line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader can end first, as `head` does
+    if isinstance(sys.stdout, TextIOWrapper):  # it can be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+
     try:
-        return run_daemon(vars(options)) if command == "run" else run_command(command, options)
-    except ConfigError as error:
-        log.error("%s", error)
-        return EXIT_CONFIG if command == "run" else 1
-
-
-def run_daemon(flags: Flags) -> int:
-    """Run the daemon; return its exit status. Raises ConfigError."""
-
-    def load() -> Settings:
-        settings = load_settings(flags, os.environ)
-        for warning in unknown_variables(os.environ):
-            log.warning("%s", warning)
-        return settings
-
-    return asyncio.run(Daemon(load(), load, ServiceManager(os.environ)).run())
-
-
-def run_command(command: str, options: argparse.Namespace) -> int:
-    raise NotImplementedError
+        return act(options)
+    except Refusal as refusal:
+        log.error("%s", printable(str(refusal)))
+        return refusal.status
+    except OSError as error:
+        reason = f"{error.filename or 'stdout'}: {error.strerror or error}"
+        advice = "; run it as root" if isinstance(error, PermissionError) else ""
+        log.error("%s", printable(f"{reason}{advice}"))
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

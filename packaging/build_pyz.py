@@ -1,31 +1,32 @@
 #!/usr/bin/env python3
-"""Builds dist/tt-device-plugin.pyz from shiv.toml, for all Python ABIs of an architecture.
+"""Builds the zipapp that shiv.toml describes, for all its Pythons on one architecture.
 
-    build_pyz.py [--arch amd64|arm64] [--output FILE] [--version VERSION]
-    build_pyz.py --demo --output FILE       packs only the Python that runs this
-    build_pyz.py --lock                     writes the hashes of all files into shiv.toml
+    build_pyz.py ARCH VERSION OUTPUT            all Pythons on amd64 or arm64
+    build_pyz.py ARCH VERSION OUTPUT --demo     only the Python that runs this
+    build_pyz.py --lock                         writes the hashes of all files into shiv.toml
+    build_pyz.py --newer                        looks on PyPI for grpcio for a newer Python
 
-Wheels are downloaded, not compiled: any machine can build for any architecture. A commit gives the
-same bytes, wherever and whenever it is built: modes and times are fixed. The packed program differs
-from the source in one line, its version. shiv writes the zipapp; start.py and its two files in this
-directory start the program.
+Wheels are downloaded, not compiled, so any machine can build for both architectures. pip accepts a
+file only if shiv.toml has its hash. A commit gives the same bytes, wherever and whenever it is
+built: modes are fixed, and times are SOURCE_DATE_EPOCH. The packed program differs from the source
+in one line, its version. shiv writes the zipapp, and bootstrap.py starts the program.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import fnmatch
 import hashlib
 import os
-import platform
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,193 +36,211 @@ else:
     import tomli as tomllib
 
 TOP = Path(__file__).resolve().parent.parent
-SETTINGS = TOP / "shiv.toml"
-BUILD = TOP / "build"
-BOOTSTRAP = ("start.py", "trees.py", "extract.py")
-MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+SHIV_TOML = TOP / "shiv.toml"
+UNREACHABLE = 3  # exit status of --newer
 
 
 def main() -> int:
     """Run the command."""
-    options = command_line().parse_args()
+    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
+    parser.add_argument("arch", nargs="?", metavar="ARCH", help="Debian's name")
+    parser.add_argument("version", nargs="?", metavar="VERSION")
+    parser.add_argument("output", nargs="?", type=Path, metavar="OUTPUT")
+    parser.add_argument("--demo", action="store_true", help="only the Python that runs this")
+    parser.add_argument("--lock", action="store_true", help="update the hashes in shiv.toml")
+    parser.add_argument("--newer", action="store_true", help="fail if PyPI has a newer Python")
+    options = parser.parse_args()
     settings = read_settings()
+
     if options.lock:
         return lock(settings)
-    if options.bootstrap:
-        abis = ["cpython-310-x86_64-linux-gnu"]
-        write_bootstrap(options.bootstrap, "0", settings["entry-point"], abis)
-        return 0
-    if options.arch not in settings["architectures"]:
-        sys.exit(f"--arch: {options.arch} is not one of {', '.join(settings['architectures'])}")
+    if options.newer:
+        return look_for_newer_python(settings)
+    if options.output is None:
+        parser.error("ARCH, VERSION and OUTPUT are required")
+
     if options.demo:
-        settings["abis"] = [this_abi(settings)]
-
-    # Builds share what is below build/: of two at the same time, one waits.
-    BUILD.mkdir(exist_ok=True)
-    turn = os.open(BUILD, os.O_RDONLY)
-    fcntl.flock(turn, fcntl.LOCK_EX)
-    build_tools(settings)
-    tree = BUILD / "site-packages" / ("demo" if options.demo else options.arch)
-    version = options.version or package_version()
-    stage(settings, options.arch, tree, version, complete=not options.demo)
-    print("packing", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    pack(settings, tree, options.output)
-    print(f"{shown(options.output)}: {options.output.stat().st_size / 1e6:.1f} MB")
+        settings["abis"] = [abi_of_this_python(settings)]
+    work = options.output.resolve().parent
+    work.mkdir(parents=True, exist_ok=True)
+    fetch_tools(settings, settings["sha256"], work / "tools")
+    wheels = fetch(settings, options.arch, settings["sha256"], work / "wheels", work / "tools")
+    stage(settings, wheels, options.version, work / "site-packages")
+    pack(settings, work, options.output)
+    print(f"{options.output}: {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description="Builds the zipapp that shiv.toml describes.")
-    here, output = MACHINES.get(platform.machine()), TOP / "dist/tt-device-plugin.pyz"
-    parser.add_argument("--arch", default=here, help="Debian's name; default: this machine")
-    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
-    parser.add_argument("--version", help="default: the version of version.py")
-    parser.add_argument("--demo", action="store_true", help="pack only the Python that runs this")
-    parser.add_argument(
-        "--lock", action="store_true", help="only fetch all files and update shiv.toml's hashes"
-    )
-    parser.add_argument(
-        "--bootstrap", type=Path, help="only write the program's bootstrap into this directory"
-    )
-    return parser
 
 
 def read_settings() -> dict[str, Any]:
     """Return the contents of shiv.toml."""
-    return tomllib.loads(SETTINGS.read_text())
+    return tomllib.loads(SHIV_TOML.read_text())
 
 
-def this_abi(settings: Mapping[str, Any]) -> str:
-    """Return the ABI of the Python that runs this."""
+def abi_of_this_python(settings: Mapping[str, Any]) -> str:
+    """Return the ABI of the Python that runs this; exit if it is not packed."""
     abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
     if abi not in settings["abis"]:
         sys.exit(f"{abi} is not one of the ABIs in shiv.toml; set PYTHON to one of these Pythons")
     return abi
 
 
-# Fetching: pip accepts a file only if shiv.toml has its hash.
+# -- fetching --------------------------------------------------------------------------------------
 
 
-def wanted(settings: Mapping[str, Any], abi: str) -> dict[str, str]:
-    """Return the requirements of one ABI, with their versions."""
-    only = settings["only"]
-    return {
-        name: version
-        for name, version in settings["requirements"].items()
-        if abi in only.get(name, [abi])
-    }
+def fetch_tools(settings: Mapping[str, Any], hashes: Mapping[str, str], tools: Path) -> None:
+    """Install shiv and its requirements into the directory `tools`."""
+    text = requirements(settings["build"], hashes)
+    if not is_stamped(tools, text):
+        shutil.rmtree(tools, ignore_errors=True)
+        run_pip("install", text, "--only-binary=:all:", f"--target={tools}")
+        stamp(tools, text)
 
 
 def fetch(
-    requirements: Mapping[str, str], hashes: Mapping[str, str], directory: Path, *more: str
+    settings: Mapping[str, Any], arch: str, hashes: Mapping[str, str], wheels: Path, tools: Path
 ) -> list[Path]:
-    """Fetch requirements with pip into `directory`; return the files. No hashes: any file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [requirement(name, version, hashes) for name, version in requirements.items()]
-    text = "\n".join([*lines, *more, ""])
-    stamp = directory / "requirements.txt"
-    if not (stamp.exists() and stamp.read_text() == text):
-        print(f"fetching {', '.join(requirements)} for {directory.name}", flush=True)
-        shutil.rmtree(directory)
-        directory.mkdir()
-        asked = directory / "requirements.tmp"
-        asked.write_text("\n".join([*lines, ""]))
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        pip += ["--no-deps", "--no-build-isolation", "--dest", str(directory)]
-        environment = {**os.environ, "PYTHONPATH": str(BUILD / "tools")}
-        done = subprocess.run(
-            [*pip, "--requirement", str(asked), *more],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            from offline import explanation
+    """Download the files of all ABIs into the directory `wheels`, and return them."""
+    only = settings["only"]
+    texts = {}
+    for abi in settings["abis"]:
+        versions = settings["requirements"].items()
+        wanted = {name: version for name, version in versions if abi in only.get(name, [abi])}
+        texts[abi] = requirements(wanted, hashes)
 
-            sys.exit(explanation(next(iter(requirements)), done.stdout))
-        print(done.stdout, end="")
-        asked.rename(stamp)
-        stamp.write_text(text)
-    return sorted(path for path in directory.iterdir() if path != stamp)
+    key = f"{arch}\n{texts}"
+    if not is_stamped(wheels, key):
+        shutil.rmtree(wheels, ignore_errors=True)
+        for abi, text in texts.items():
+            print(f"fetching the Python packages for {arch}, {abi}", flush=True)
+            options = [f"--dest={wheels}", *pip_tags(settings, arch, abi)]
+            # pip runs setuptools, one of the tools, for the metadata of sdnotify.
+            run_pip("download", text, "--no-build-isolation", *options, python_path=tools)
+        stamp(wheels, key)
+    return sorted(path for path in wheels.iterdir() if path.suffix in (".whl", ".gz"))
 
 
-def requirement(name: str, version: str, hashes: Mapping[str, str]) -> str:
-    """Return pip's line for this version, with the hashes of its files."""
-    stem = f"{name}-{version}".lower()
-    known = []
-    for file, digest in hashes.items():
-        if file.lower().startswith((f"{stem}-", f"{stem}.")):
-            known.append(f"--hash=sha256:{digest}")
-    if hashes and not known:
-        sys.exit(f"shiv.toml has no hash of {name} {version}; run: make lock")
-    return " ".join([f"{name}=={version}", *known])
+def requirements(wanted: Mapping[str, str], hashes: Mapping[str, str]) -> str:
+    """Return a requirements file for pip: it takes only files with these hashes, if any."""
+    lines = ["--require-hashes\n"] if hashes else []
+    for name, version in wanted.items():
+        files = (f"{name}-{version}-", f"{name}-{version}.tar.gz")
+        known = [f"--hash=sha256:{hashes[file]}" for file in hashes if file.startswith(files)]
+        lines.append(" ".join([f"{name}=={version}", *known, "\n"]))
+    return "".join(lines)
 
 
-def fetch_abi(
-    settings: Mapping[str, Any], arch: str, abi: str, hashes: Mapping[str, str]
-) -> list[Path]:
-    """Fetch the wheels of one ABI on one architecture, and sdnotify's source (it has no wheel)."""
-    where = BUILD / "wheels" / f"{arch}-{abi}"
-    python = ["--python-version", abi.removeprefix("cp"), "--implementation", "cp"]
-    tags = [f"--abi={tag}" for tag in (abi, "abi3", "none")]
-    tags += [f"--platform={tag}" for tag in settings["architectures"][arch]]
-    wheels = {
-        name: version for name, version in wanted(settings, abi).items() if name != "sdnotify"
-    }
-    files = fetch(wheels, hashes, where, "--only-binary=:all:", *python, *tags)
-    return files + fetch(
-        {"sdnotify": settings["requirements"]["sdnotify"]}, hashes, BUILD / "wheels/source"
-    )
+def pip_tags(settings: Mapping[str, Any], arch: str, abi: str) -> list[str]:
+    """Return pip's options for the wheels of a Python that need not be installed.
+
+    sdnotify has no wheel.
+    """
+    tags = ["--only-binary=:all:", "--no-binary=sdnotify"]
+    tags += [f"--python-version={abi.removeprefix('cp')}", "--implementation=cp"]
+    tags += [f"--abi={name}" for name in (abi, "abi3", "none")]
+    return tags + [f"--platform={platform}" for platform in settings["architectures"][arch]]
 
 
-def build_tools(settings: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> list[Path]:
-    """Fetch shiv and its requirements, and unpack them into build/tools."""
-    tools = settings["build"]
-    target = BUILD / "tools"
-    files = fetch(
-        tools,
-        settings["sha256"] if hashes is None else hashes,
-        BUILD / "wheels/tools",
-        "--only-binary=:all:",
-    )
-    shutil.rmtree(target, ignore_errors=True)
-    for file in files:
-        with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(target)
-    return files
+def run_pip(command: str, text: str, *options: str, python_path: Path | None = None) -> None:
+    """Run pip with the text of a requirements file. Exit if it fails, and has said why."""
+    environment = {**os.environ, "PYTHONPATH": str(python_path or "")}
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(text)
+        file.flush()
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", command]
+        pip += ["--no-deps", f"--requirement={file.name}", *options]
+        if subprocess.run(pip, env=environment).returncode:
+            sys.exit("pip cannot fetch the Python packages; is there a network?")
+
+
+def is_stamped(directory: Path, text: str) -> bool:
+    """Return whether a directory was made completely, for this text."""
+    file = directory / "made-for"
+    return file.exists() and file.read_text() == text
+
+
+def stamp(directory: Path, text: str) -> None:
+    """Note what a directory was made for."""
+    (directory / "made-for").write_text(text)
 
 
 def lock(settings: Mapping[str, Any]) -> int:
-    """Fetch the files of all ABIs and architectures, and write their hashes into shiv.toml."""
-    shutil.rmtree(BUILD / "wheels", ignore_errors=True)
-    files = set(build_tools(settings, {}))
-    for arch in settings["architectures"]:
-        for abi in settings["abis"]:
-            files |= set(fetch_abi(settings, arch, abi, {}))
-    digests = {file.name: _sha256(file.read_bytes()) for file in files}
-    head, section, _ = SETTINGS.read_text().partition("[sha256]")
+    """Download the files of all ABIs and architectures, and write their hashes into shiv.toml."""
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        fetch_tools(settings, {}, work / "tools")
+        run_pip("download", requirements(settings["build"], {}), f"--dest={work / 'build'}")
+        files = {*(work / "build").iterdir()}
+        for arch in settings["architectures"]:
+            files |= {*fetch(settings, arch, {}, work / arch, work / "tools")}
+        digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    head, section, _ = SHIV_TOML.read_text().partition("[sha256]")
     lines = [f'"{name}" = "{digests[name]}"' for name in sorted(digests)]
-    SETTINGS.write_text("\n".join([f"{head}{section} # written by `make lock`", *lines, ""]))
-    print(f"{SETTINGS}: {len(lines)} hashes")
+    SHIV_TOML.write_text("\n".join([f"{head}{section} # written by `make lock`", *lines, ""]))
+    print(f"{SHIV_TOML}: {len(lines)} hashes")
     return 0
 
 
-# Staging: one tree with the files of all ABIs.
+def look_for_newer_python(settings: Mapping[str, Any]) -> int:
+    """Return 0 if PyPI has the pinned grpcio for no newer Python, 1 if it has, 3 if unreachable.
+
+    When a distribution has that Python, the installed program does not start there.
+    """
+    newest = max(int(abi.removeprefix("cp3")) for abi in settings["abis"])
+    grpcio = f"grpcio=={settings['requirements']['grpcio']}"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+
+    def is_on_pypi(minor: int) -> bool:
+        with tempfile.TemporaryDirectory() as directory:
+            options = [f"--dest={directory}", *pip_tags(settings, "amd64", f"cp3{minor}"), grpcio]
+            return not subprocess.run([*pip, *options], capture_output=True).returncode
+
+    if not is_on_pypi(newest):
+        print(f"*** NOT CHECKED: pip does not find {grpcio} for Python 3.{newest}, which exists")
+        return UNREACHABLE
+    if is_on_pypi(newest + 1):
+        print(f"{grpcio} has a wheel for Python 3.{newest + 1}: add it to abis in shiv.toml, run")
+        print("`make lock`, and raise the limit of python3 in packaging/deb/control")
+        return 1
+    print(f"PyPI has {grpcio} for no Python after 3.{newest}, the newest in shiv.toml")
+    return 0
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+
+def stage(settings: Mapping[str, Any], files: Iterable[Path], version: str, tree: Path) -> None:
+    """Make the zipapp's tree. Exit if a file differs between ABIs."""
+    patterns = [pattern for patterns in settings["strip"].values() for pattern in patterns]
+    contents: dict[str, bytes] = {}
+    for file in files:
+        for name, content in members(file):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                continue
+            if contents.setdefault(name, content) != content:
+                sys.exit(f"{name} of {file.name} is not the same as in another wheel")
+
+    for name in settings["program"]:
+        contents[name] = (TOP / name).read_bytes()
+    line = f'__version__ = "{version}"'
+    contents["ttdp.py"] = re.sub(rb'(?m)^__version__ = ".*"$', line.encode(), contents["ttdp.py"])
+
+    shutil.rmtree(tree, ignore_errors=True)
+    for name, content in contents.items():
+        path = tree / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o644)
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path below site-packages and content of each file in a wheel or sdnotify's source."""
+    """Yield path below site-packages and content of each file of a wheel or sdnotify's source."""
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
-            yield from (
-                (entry.filename, wheel.read(entry))
-                for entry in wheel.infolist()
-                if not entry.is_dir()
-            )
+            names = [name for name in wheel.namelist() if not name.endswith("/")]
+            yield from ((name, wheel.read(name)) for name in names)
         return
+
     stem = file.name.removesuffix(".tar.gz")
     places = {
         "sdnotify/__init__.py": "sdnotify/__init__.py",
@@ -235,139 +254,33 @@ def members(file: Path) -> Iterator[tuple[str, bytes]]:
             yield place, content.read()
 
 
-def stage(
-    settings: Mapping[str, Any], arch: str, tree: Path, version: str, *, complete: bool
-) -> None:
-    """Make the zipapp's tree. Exits if a file differs between ABIs (extension modules may).
-
-    complete: all ABIs are packed, so each pattern of [strip] must match a file.
-    """
-    from version import PROGRAM, with_version
-
-    contents: dict[str, tuple[bytes, str]] = {}
-    unused = {pattern for patterns in settings["strip"].values() for pattern in patterns}
-    patterns = tuple(unused)
-    for abi in settings["abis"]:
-        for file in fetch_abi(settings, arch, abi, settings["sha256"]):
-            for name, content in members(file):
-                if matching := [
-                    pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)
-                ]:
-                    unused.difference_update(matching)
-                elif contents.setdefault(name, (content, abi))[0] != content:
-                    sys.exit(f"{name} of {file.name} is not the same as for {contents[name][1]}")
-    if unused and complete:
-        sys.exit(f"shiv.toml: [strip] matches no file: {', '.join(sorted(unused))}")
-    for abi in settings["abis"]:
-        if not any(
-            name.startswith("grpc/_cython/cygrpc.") and f"-{abi[2:]}-" in name for name in contents
-        ):
-            sys.exit(f"grpcio has no extension module for {abi} on {arch}")
-    for name in settings["program"]:
-        text = (TOP / name).read_text()
-        contents[name] = ((with_version(text, version) if name == PROGRAM else text).encode(), "")
-    shutil.rmtree(tree, ignore_errors=True)
-    for name, (content, _) in sorted(contents.items()):
-        path = tree / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        path.chmod(0o644)
-
-
-# Packing with shiv.
-
-
-def pack(settings: Mapping[str, Any], tree: Path, output: Path) -> None:
-    """Write the zipapp of a tree."""
-    sys.path.insert(0, str(BUILD / "tools"))
+def pack(settings: Mapping[str, Any], work: Path, output: Path) -> None:
+    """Write the zipapp with shiv, which gives it an ID by its contents."""
+    sys.path.insert(0, str(work / "tools"))
     from shiv import __version__, builder  # type: ignore[import-not-found]
     from shiv.bootstrap.environment import Environment  # type: ignore[import-not-found]
 
-    assert __version__ == settings["build"]["shiv"]
-    packed = sorted(path for path in tree.rglob("*") if path.is_file())
-    contents = "".join(
-        f"{path.relative_to(tree)} {_sha256(path.read_bytes())}\n" for path in packed
-    )
-    build_id = _sha256(contents.encode())[:16]
-    abis = sorted(path.name.split(".")[1] for path in tree.glob("grpc/_cython/cygrpc.*.so"))
-    bootstrap = BUILD / "bootstrap"
-    write_bootstrap(bootstrap, build_id, settings["entry-point"], abis)
-    builder.iter_package_files = lambda package: [
-        (path, path.name) for path in sorted(bootstrap.iterdir())
-    ]
+    bootstrap = work / "bootstrap.py"
+    shutil.copyfile(TOP / "packaging/bootstrap.py", bootstrap)
+    bootstrap.chmod(0o644)
+    builder.iter_package_files = lambda package: [(bootstrap, "__init__.py")]
+    moment = time.gmtime(int(os.environ["SOURCE_DATE_EPOCH"]))
     environment = Environment(
-        built_at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(source_date_epoch())),
-        build_id=build_id,
+        built_at=time.strftime("%Y-%m-%d %H:%M:%S", moment),
         entry_point=settings["entry-point"],
         shiv_version=__version__,
         reproducible=True,
     )
-    half = output.with_suffix(".tmp")
+    half = work / "half.pyz"
     builder.create_archive(
-        [tree],
+        [work / "site-packages"],
         target=half,
         interpreter="/usr/bin/python3",
-        main="_bootstrap.start:start",
+        main="_bootstrap:start",
         env=environment,
     )
     half.chmod(0o755)
     half.rename(output)
-
-
-def write_bootstrap(directory: Path, build_id: str, entry_point: str, abis: Sequence[str]) -> None:
-    """Write the package `_bootstrap` into a directory, and delete its former files."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    for name, text in bootstrap_files(build_id, entry_point, abis).items():
-        (directory / name).write_text(text)
-        (directory / name).chmod(0o644)
-
-
-def bootstrap_files(build_id: str, entry_point: str, abis: Sequence[str]) -> dict[str, str]:
-    """Return the files of `_bootstrap`, which replaces shiv's own bootstrap."""
-    module, _, function = entry_point.partition(":")
-    constants = {"BUILD": build_id, "MODULE": module, "FUNCTION": function, "ABIS": tuple(abis)}
-    return {
-        "__init__.py": "",
-        "packed.py": "".join(f"{name} = {value!r}\n" for name, value in constants.items()),
-        **{name: (TOP / "packaging" / name).read_text() for name in BOOTSTRAP},
-    }
-
-
-def shown(path: Path) -> str:
-    """Return a path as it is printed: below the sources, or absolute."""
-    return str(path.relative_to(TOP)) if path.is_relative_to(TOP) else str(path)
-
-
-def package_version() -> str:
-    """Return the version of version.py, or exit with the reason why it is unknown."""
-    from version import Unknown, version
-
-    try:
-        return version(TOP)
-    except Unknown as reason:
-        sys.exit(f"unknown version: {reason}")
-
-
-def source_date_epoch() -> int:
-    """Return $SOURCE_DATE_EPOCH, or the last commit's time, or outside git the changelog's."""
-    if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
-        return int(epoch)
-    # Root may build in another user's clone.
-    commands: Sequence[list[str]] = (
-        ["git", "-c", "safe.directory=*", "-C", str(TOP), "log", "-1", "--format=%ct"],
-        ["dpkg-parsechangelog", "-l", str(TOP / "packaging/deb/changelog"), "-S", "Timestamp"],
-    )
-    for command in commands:
-        try:
-            return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        except (OSError, subprocess.CalledProcessError, ValueError):
-            continue
-    sys.exit("set SOURCE_DATE_EPOCH: the time of the last change is unknown")
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ PAGE = "tt-device-plugin.toml 5"
 
 # Values in the documented configuration for keys without a default.
 EXAMPLES: dict[str, Any] = {
-    "temperature_limit": "card",
+    "temperature_limit": 90,
     "name": "n300",
     "replicas": 4,
     "rename": "n300-quarter",
@@ -50,9 +50,8 @@ EXPLANATIONS = {
         "needs a restart."
     ),
     "resource_domain": (
-        "It is also the vendor of the CDI devices, and so begins with a letter unless cdi_dir is "
-        "empty, and the prefix of the labels. After a change, new pods must request the new "
-        "names; pods that run keep their devices."
+        "CDI devices, labels and the annotation are of tenstorrent.com whatever it is. After a "
+        "change, new pods must request the new names; running pods keep their devices."
     ),
     "resource_naming": (
         "board groups all variants of a board: a request for p150 is met by a p150a, p150b or "
@@ -60,11 +59,10 @@ EXPLANATIONS = {
         "that run on any of them. After a change, new pods must request the new names."
     ),
     "visible_devices": (
-        "bdf sets the variable to the PCI addresses of the container's chips, which tt-umd "
-        "v0.9.3 and later understands. index sets it to the numbers 0 to n-1, for programs that "
-        "expect numbers; since v0.9.3 these count the devices inside the container. none leaves "
-        "it to the image. Choose none for older versions of tt-umd: they take a number for the "
-        "one in /dev/tenstorrent, and without the variable use all devices of the container."
+        "bdf: the PCI addresses of the container's chips, for tt-umd v0.9.3 and later. index: the "
+        "numbers 0 to n-1, for programs that expect numbers; tt-umd v0.9.3 and later counts the "
+        "container's devices. none: not set, for tt-umd before v0.9.3, which takes N for "
+        "/dev/tenstorrent/N; it then uses all devices of the container."
     ),
     "unit": (
         "chip: each device file is a device. board: the two chips of a p300 are one device, and"
@@ -84,11 +82,6 @@ EXPLANATIONS = {
     "metrics_file": (
         "The file is written if its directory exists. Set it to the empty text if you scrape "
         "the plugin's own port, as both outputs together raise each alert twice."
-    ),
-    "pod_resources_socket": (
-        "It is in the kubelet's root directory, so set it if that is not /var/lib/kubelet, as on "
-        "k0s: /var/lib/k0s/kubelet/pod-resources/kubelet.sock. Without it, pods are shown by their "
-        "UIDs; nothing else depends on it."
     ),
     "fail_on_init_error": (
         "By default the daemon waits for a driver and for cards. Use this where a node without "
@@ -113,12 +106,8 @@ EXPLANATIONS = {
         "sooner."
     ),
     "temperature_limit": (
-        "A chip at the limit is unhealthy, and gets no new pods, until it is 5 °C below the "
-        "limit. A card throttles at its own limit in any case; by default that is only logged."
-    ),
-    "heartbeat_misses": "The firmware changes its heartbeat every 0.1 seconds.",
-    "trip_holdoff": (
-        "Another trip restarts the period. The example alert needs more than 120 seconds."
+        "A chip at the limit is unhealthy, and gets no new pods, until it is 5 °C below the limit. "
+        "A card throttles at its own limit in any case."
     ),
     "rename_by_default": (
         "With it, pods that want a device alone cannot get a shared one by mistake."
@@ -128,14 +117,11 @@ EXPLANATIONS = {
         "the container gets each distinct device behind its replicas."
     ),
     "lock_dir": (
-        "See SHARING in tt-device-plugin(8). Change it only while no container uses a shared "
-        "device."
+        "See SHARING in tt-device-plugin(8). Do not set it to /dev/shm, where logind deletes "
+        "files. Change it only while no container uses a shared device."
     ),
     "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
-    "devices": (
-        "A count shares the devices with the lowest addresses that no other table names or counts."
-    ),
 }
 README_KEYS = (
     "unit",
@@ -145,10 +131,9 @@ README_KEYS = (
     "hugepages",
     "exclude",
     "metrics_file",
-    "pod_resources_socket",
 )
 # Rules that need no sentence: the key's help is enough.
-PLAIN = ("the path of a directory", "a path, or empty", "an absolute path")
+PLAIN = ("an absolute path", "an absolute path, or empty")
 # The options of the program itself and of single commands, whose texts in --help are shorter.
 SWITCHES = {
     "help": "Print an overview and exit.\nAfter a command: print the options of that command.",
@@ -156,8 +141,8 @@ SWITCHES = {
     "json": "With\n.Cm list :\nprint an array of objects, see\n.Sx JSON .",
     "quiet": "With\n.Cm check :\nprint only the lines that are not ok, and those with FAIL first.",
     "config_only": "With\n.Cm check :\ncheck only the configuration.",
-    "yes": "With\n.Cm fix :\nanswer yes to the questions, except before a reset on a Galaxy or of "
-    "a p300\nwhose other chip has another driver.",
+    "yes": "With\n.Cm fix :\nanswer yes to the questions, except before a reset on a Galaxy, or of "
+    "a p300\nif the users of its other chip are not known.",
 }
 # What holds for all keys of a table.
 TABLES = {
@@ -222,11 +207,12 @@ class Entry(NamedTuple):
 
 def entries_of(heading: str) -> list[Entry]:
     """Return the keys of a table of the configuration file; "" for those above all tables."""
-    found = fields(ttdp.TABLES[heading])
+    table = ttdp.TABLES[heading]
+    keys = ttdp.keys_of(table)
     return [
-        Entry(each.name, each.default, ttdp.KEYS[each.name])
-        for each in found
-        if each.name in ttdp.KEYS
+        Entry(each.name, each.default, keys[each.name])
+        for each in fields(table)
+        if each.name in keys
     ]
 
 

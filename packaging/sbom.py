@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the SBOM of a package, in CycloneDX's JSON, from the versions and hashes in shiv.toml.
+"""Prints the SBOM of a package, in CycloneDX's JSON, from the versions and hashes in shiv.toml.
 
-    sbom.py [--arch amd64|arm64] [--version VERSION]     prints it
+    sbom.py ARCH VERSION
 
 It lists the Python packages in the zipapp, with the files that pip may take for this architecture:
 those and no others, as pip compares their hashes. The same commit gives the same bytes: the time is
@@ -10,49 +10,37 @@ SOURCE_DATE_EPOCH, and there is no serial number.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
 import sys
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import build_pyz
 
 NAME = "tt-device-plugin"
-LICENCE = "Apache-2.0"
 
 
 def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description="Prints the SBOM of a package.")
-    here = build_pyz.MACHINES.get(os.uname().machine)
-    parser.add_argument("--arch", default=here, help="default: this machine's")
-    parser.add_argument("--version", help="default: the version of version.py")
-    options = parser.parse_args()
-    version = options.version or build_pyz.package_version()
-    print(text(options.arch, version, build_pyz.source_date_epoch()), end="")
+    arch, version = sys.argv[1:]
+    print(json.dumps(document(build_pyz.read_settings(), arch, version), indent=2))
     return 0
 
 
-def text(arch: str, version: str, epoch: int) -> str:
-    """Return the SBOM of a package as a file's text. epoch: seconds since 1970."""
-    settings = build_pyz.read_settings()
-    return json.dumps(document(settings, arch, version, epoch), indent=2) + "\n"
-
-
-def document(settings: Mapping[str, Any], arch: str, version: str, epoch: int) -> dict[str, Any]:
+def document(settings: Mapping[str, Any], arch: str, version: str) -> dict[str, Any]:
     """Return the SBOM of a package."""
+    epoch = int(os.environ["SOURCE_DATE_EPOCH"])
     moment = datetime.datetime.fromtimestamp(epoch, datetime.timezone.utc)
     program = {
         "bom-ref": NAME,
         "type": "application",
         "name": NAME,
         "version": version,
-        "licenses": [{"license": {"id": LICENCE}}],
-        "purl": f"pkg:generic/{NAME}@{quoted(version)}?arch={arch}",
+        "licenses": [{"license": {"id": "Apache-2.0"}}],
+        "purl": f"pkg:generic/{NAME}@{quote(version)}?arch={arch}",
     }
     components = [component(settings, arch, name) for name in sorted(settings["requirements"])]
     references = [each["bom-ref"] for each in components]
@@ -77,7 +65,7 @@ def component(settings: Mapping[str, Any], arch: str, name: str) -> dict[str, An
     """Return a Python package, with the hash of each file that can be in the zipapp."""
     version = settings["requirements"][name]
     # Package URLs of PyPI have the normalized name.
-    purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{quoted(version)}"
+    purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version)}"
     return {
         "bom-ref": purl,
         "type": "library",
@@ -91,29 +79,17 @@ def component(settings: Mapping[str, Any], arch: str, name: str) -> dict[str, An
                 "url": file,
                 "hashes": [{"alg": "SHA-256", "content": digest}],
             }
-            for file, digest in files(settings, arch, name).items()
+            for file, digest in settings["sha256"].items()
+            if is_packed(file, f"{name}-{version}", settings["architectures"][arch])
         ],
     }
 
 
-def files(settings: Mapping[str, Any], arch: str, name: str) -> dict[str, str]:
-    """Return the hashes of a package's files for an architecture, by file name."""
-    stem = f"{name}-{settings['requirements'][name]}"
-    platforms = settings["architectures"][arch]
-    found = {}
-    for file, digest in settings["sha256"].items():
-        is_for_all = file.endswith(("-any.whl", ".tar.gz"))
-        is_for_this = any(platform in file for platform in platforms)
-        if file.startswith((f"{stem}-", f"{stem}.")) and (is_for_all or is_for_this):
-            found[file] = digest
-    if not found:
-        sys.exit(f"shiv.toml has no hash of {stem} for {arch}; run: make lock")
-    return found
-
-
-def quoted(version: str) -> str:
-    """Return a version as a part of a package URL."""
-    return urllib.parse.quote(version, safe="")
+def is_packed(file: str, stem: str, platforms: list[str]) -> bool:
+    """Return whether a file is of this package and version, and for one of these platforms."""
+    is_pure = file.endswith(("-any.whl", ".tar.gz"))
+    is_for_this = is_pure or any(platform in file for platform in platforms)
+    return file.startswith((f"{stem}-", f"{stem}.tar.gz")) and is_for_this
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Run them:
     make test                                                 all that need no root, in two minutes
     .venv/bin/python -m pytest tests/test_health.py           one file
     .venv/bin/python -m pytest tests/test_health.py -k stall  the tests with that word in their name
-    make e2e-systemd                                          as root; make help lists the others
+    make e2e-systemd                                          as root; see CONTRIBUTING.md
     .venv/bin/python -m pytest -vv tests/e2e/test_pods.py     one file of these, after make pyz deb
 
 Layout, by chapter of ttdp.py:

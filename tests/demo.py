@@ -26,7 +26,6 @@ from tests.world.processes import (
     Installation,
     Kernel,
     Service,
-    outlet_flags,
     run,
     within,
     workspace,
@@ -104,10 +103,9 @@ class Story:
         raise NotImplementedError
 
     async def list(self) -> str:
-        """Return the output of `list`, with the daemon's configuration."""
-        flags = [f"--config-file={self.configuration}", f"--device-plugin-dir={self.directory}"]
-        flags += [*self.node.flags, *outlet_flags(self.home)]
-        command, environ = self.installation.command("list", *flags)
+        """Return the output of `list`, which reads the daemon's view."""
+        command, environ = self.installation.command("list")
+        environ["RUNTIME_DIRECTORY"] = str(self.home)
 
         # The daemon's notifications are read by this process, which must not wait for another one.
         look = partial(subprocess.run, env=environ, capture_output=True, text=True, timeout=STEP)
@@ -179,9 +177,9 @@ class Cards(Story):
             self.node.add(card, numa_node=numa_node)
         self.node.set_hugepages(12)
 
-        await self.list_devices()
         async with self.daemon:
             await self.register()
+            await self.list_devices()
             await self.one_card()
             await self.failure()
             await self.hot_plug()

@@ -58,8 +58,8 @@ def draw_configuration(draw: random.Random) -> dict[str, Any]:
 
     entries = []
     for name in draw.sample(names, draw.choice([0, 0, 1, 2])):
-        devices: Any = draw.choice(["all", 1, 2])
-        rename = f"{name}.few" if devices != "all" or draw.random() < 0.5 else None
+        devices = tuple(draw.choice(CHIPS).bdf for _ in range(draw.choice([0, 1, 2])))
+        rename = f"{name}.few" if devices or draw.random() < 0.5 else None
         entries.append(SharedResource(name, draw.choice([2, 3]), rename, devices))
 
     return {
@@ -297,8 +297,9 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
 
     yield "CDI", ttdp.cdi_nodes(cdi), {row["bdf"]: row["path"] for row in rows if row["path"]}
 
-    faults = sorted([bdf, fault["kind"]] for bdf, fault in view["faults"].items())
-    yield "unhealthy chips", [row["bdf"] for row in rows if row["reason"]], [*view["faults"]]
+    found = ttdp.faults_of(view)
+    faults = sorted([bdf, fault["kind"]] for bdf, fault in found.items())
+    yield "unhealthy chips", [row["bdf"] for row in rows if row["reason"]], [*found]
     yield "faults in the metrics", samples(metrics, "tt_device_fault", "device", "kind"), faults
 
     users = sorted([row["bdf"], pod["pod"]] for row in rows for pod in row["pods"] or ())
@@ -316,7 +317,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
         sick = len(kubelet.unhealthy(name))
         known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
         yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
-        yield f"{name} in the status", f" × {name}," in view["service"]["status"], True
+        yield f"{name} in the status", f" × {name}," in view["status"], True
 
 
 async def differences(world: World) -> list[str]:

@@ -27,7 +27,7 @@ else:
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 PARTS = (
-    *("cli", "config", "daemon", "events", "files"),
+    *("cli", "config", "daemon", "events", "files", "golden"),
     *("metrics", "readers", "session", "start", "systemd"),
 )
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")

@@ -10,6 +10,11 @@ import pytest
 MARK = "NOT RUN: "
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of tests that compare with tests/golden."""
+    parser.addoption("--update-golden", action="store_true", help="write the outputs of now")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write a line for each test that was skipped."""
     lines = [line_of(report) for report in terminalreporter.stats.get("skipped", [])]

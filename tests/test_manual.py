@@ -58,7 +58,7 @@ def test_every_reference_leads_somewhere(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_installed(name: str) -> None:
     """debhelper installs only the pages that are in its list."""
-    assert name in (DEB / "manpages").read_text().split()
+    assert f"debian/{name}" in (DEB / "manpages").read_text().split()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -88,7 +88,8 @@ def test_every_document_and_example_is_in_files() -> None:
 def test_every_key() -> None:
     """The page of the configuration has all of them, in their tables; no flag is missing in (8)."""
     text = (DEB / "tt-device-plugin.toml.5").read_text()
-    assert {*re.findall(r"(?m)^\.It Li (\w+)$", text)} == {*ttdp.KEYS}
+    keys = {name for table in ttdp.TABLES.values() for name in ttdp.keys_of(table)}
+    assert {*re.findall(r"(?m)^\.It Li (\w+)$", text)} == keys
 
     flags = {ttdp.flag_of(key) for key in ("config_file", *ttdp.OPTIONS, *ttdp.SWITCHES)}
     named = re.findall(r"(?m)^\.It Fl (-[a-z-]+)", section("OPTIONS"))
@@ -140,9 +141,9 @@ def test_every_metric() -> None:
 
 def test_every_exit_status() -> None:
     """EXIT STATUS has those of the program and of its start, and the usual ones."""
-    trees = (ROOT / "packaging/trees.py").read_text()
+    bootstrap = (ROOT / "packaging/bootstrap.py").read_text()
     statuses = {value for name, value in vars(ttdp).items() if name.startswith("EXIT_")}
-    statuses |= {int(value) for value in re.findall(r"(?m)^EXIT_\w+ = (\d+)", trees)}
+    statuses |= {int(value) for value in re.findall(r"(?m)^EXIT_\w+ = (\d+)", bootstrap)}
 
     named = re.findall(r"(?m)^\.It (\d+)$", section("EXIT STATUS"))
     assert {*map(int, named)} == statuses | {0, 1, 2, 130}

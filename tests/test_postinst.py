@@ -5,8 +5,8 @@ And its postrm, which removes what the service has written for others.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -162,50 +162,28 @@ def test_after_a_failed_upgrade_nothing_is_checked(system: System) -> None:
     assert system.run("abort-upgrade", "0.3.0") == (0, "")
 
 
-STATES = {"absent": None, "damaged": '{"files": [', "of another version": "{}"}
-
-
-def remove_package(top: Path, state: str | None) -> int:
-    """Run postrm with these directories in place of /run and others; return its status."""
-    saved = top / "var/lib/tt-device-plugin/state.json"
-    saved.parent.mkdir(parents=True)
-    if state is not None:
-        saved.write_text(state)
-    text, debhelper, _ = (ROOT / "packaging/deb/postrm").read_text().partition("#DEBHELPER#")
-    assert debhelper
-    for directory in ("/run/", "/var/", "/etc/"):
-        text = text.replace(f" {directory}", f" {top}{directory}")
-
-    script = top / "postrm"
-    script.write_text(text)
-    return subprocess.run(["sh", script, "remove"], timeout=60).returncode
-
-
-def test_files_in_other_directories_are_removed_with_the_package(tmp_path: Path) -> None:
+def test_files_for_others_are_removed_with_the_package(tmp_path: Path) -> None:
     """As CDI and node labels would else describe devices that nobody serves any more."""
-    default = tmp_path / "run/cdi/tenstorrent.com-device.json"
-    other = tmp_path / "an other/tt-device-plugin"
-    for file in (default, other, other.with_name(".tt-device-plugin.new")):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    files = [
+        tmp_path / "run/cdi/tenstorrent.com-device.json",
+        tmp_path / "etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
+        tmp_path / "var/lib/prometheus/node-exporter/tt-device-plugin.prom",
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True)
         file.touch()
-    foreign = other.with_name("foreign")
+        file.with_name(f".{file.name}.new").touch()
+    foreign = files[0].with_name("foreign")
     foreign.touch()
 
-    status = remove_package(tmp_path, json.dumps({"files": [str(other)]}))
+    text, debhelper, _ = (ROOT / "packaging/deb/postrm").read_text().partition("#DEBHELPER#")
+    assert debhelper
+    script = tmp_path / "postrm"
+    script.write_text(re.sub(" (?=/(run|var|etc)/)", f" {tmp_path}", text))
+    subprocess.run(["sh", script, "remove"], timeout=60, check=True)
 
-    assert status == 0 and not default.exists()
-    assert [*other.parent.iterdir()] == [foreign]
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_without_a_saved_state_the_default_files_are_removed(tmp_path: Path, state: str) -> None:
-    """The service may never have run."""
-    default = tmp_path / "run/cdi/tenstorrent.com-device.json"
-    default.parent.mkdir(parents=True)
-    default.touch()
-
-    assert remove_package(tmp_path, STATES[state]) == 0
-    assert not default.exists()
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {*left} == {foreign, script}
 
 
 @pytest.mark.skipif(not shutil.which("dash"), reason="NOT RUN: dash is not installed")

@@ -27,7 +27,7 @@ def settings() -> dict[str, Any]:
 
 
 def sbom(arch: str, **variables: str) -> str:
-    command = [sys.executable, "packaging/sbom.py", "--arch", arch, "--version", "0.2.0+git1"]
+    command = [sys.executable, "packaging/sbom.py", arch, "0.2.0+git1"]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": EPOCH, **variables}
     return subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
 

@@ -88,7 +88,7 @@ def test_only_fix_resets_chips() -> None:
                 found.append((path.name, line))
 
     warning = "`tt-smi -r` resets **every** card in the node"
-    transcript = "    /usr/local/bin/tt-smi -r"
+    transcript = "    env -u TT_VISIBLE_DEVICES /usr/local/bin/tt-smi -r"
     assert [name for name, _ in found] == ["README.md", "README.md", "tt-device-plugin.8"]
     assert found[0][1].startswith(transcript) and warning in found[1][1]
 

@@ -1,4 +1,4 @@
-"""The version of a build, and how a release is made, by packaging/version.py and release.py."""
+"""The version of a build, and how a release is made, by packaging/version.sh and release.sh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,38 +13,26 @@ import pytest
 
 from tests.world.processes import ROOT
 
-CHANGELOG = """\
-tt-device-plugin (0.2.0) UNRELEASED; urgency=medium
-
-  * See CHANGELOG.md.
-
- -- Somebody <somebody@example.invalid>  Sat, 21 Nov 2026 12:00:00 +0000
-"""
-CLOSED = CHANGELOG.replace("UNRELEASED", "unstable")
-NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n### Added\n\n- Something.\n"
+NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n- Something.\n\n## 0.1.0 – 2026-01-01\n"
 ENVIRONMENT = os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
 for who in ("AUTHOR", "COMMITTER"):
     ENVIRONMENT |= {f"GIT_{who}_NAME": "Somebody", f"GIT_{who}_EMAIL": "s@example.invalid"}
 
 
 class Repository:
-    """A source with the two scripts, a small program and both changelogs, committed on main."""
+    """A source with the two scripts and CHANGELOG.md, committed on main."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
-        (top / "packaging/deb").mkdir(parents=True)
-        for name in ("version.py", "release.py"):
+        (top / "packaging").mkdir(parents=True)
+        for name in ("version.sh", "release.sh"):
             shutil.copy(ROOT / "packaging" / name, top / "packaging")
-        self.write("ttdp.py", '"""A program."""\n__version__ = "0.2.0"\n')
-        self.write("generated/nothing.py", "")
-        self.write("packaging/deb/changelog", CHANGELOG)
         self.write("CHANGELOG.md", NEWS)
-        self.write(".gitignore", "__pycache__/\n/build/\n")
+        self.write(".gitignore", "/build/\n")
         self.git("init", "--quiet", "--initial-branch=main")
         self.commit("First")
 
     def write(self, name: str, text: str) -> None:
-        (self.top / name).parent.mkdir(exist_ok=True)
         (self.top / name).write_text(text)
 
     def git(self, *arguments: str) -> str:
@@ -56,12 +43,12 @@ class Repository:
         self.git("add", "--all")
         self.git("commit", "--quiet", "--allow-empty", "--message", message)
 
-    def version(self, top: Path | None = None) -> str:
-        command = [sys.executable, "packaging/version.py"]
-        return subprocess.check_output(command, cwd=top or self.top, text=True).strip()
+    def version(self) -> str:
+        command = [self.top / "packaging/version.sh"]
+        return subprocess.check_output(command, env=ENVIRONMENT, text=True).strip()
 
     def release(self, version: str, checks: str = "true") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "packaging/release.py", version, "--checks", checks]
+        command = ["packaging/release.sh", version, checks]
         return subprocess.run(
             command, cwd=self.top, env=ENVIRONMENT, capture_output=True, text=True
         )
@@ -84,96 +71,77 @@ def rises(*versions: str) -> bool:
     return all(not subprocess.call([*command, old, "lt", new]) for old, new in pairs)
 
 
+# -- versions --------------------------------------------------------------------------------------
+
+
 def test_versions_only_rise(repository: Repository) -> None:
-    """From commit to commit, through a release and after it, also within one second.
-
-    Commits of two branches with the same count differ in their hash.
-    """
-    repository.git("checkout", "--quiet", "-b", "other")
-    repository.commit("Other")
-    other = repository.version()
-    repository.git("checkout", "--quiet", "main")
-
-    seen = [repository.version()]
+    """From commit to commit, through a release and after it; each is below the next release."""
+    seen = []
     for commits in (1, 7, 1):  # then the count has a second digit
         for _ in range(commits):
             repository.commit("Change")
         seen.append(repository.version())
-    assert repository.release("0.2.0").returncode == 0
-    for commit in ("v0.2.0", "main"):
-        repository.git("checkout", "--quiet", commit)
+    repository.git("tag", "-m", "", "v0.2.0")
+    seen.append(repository.version())
+    for commits in (1, 9):
+        for _ in range(commits):
+            repository.commit("Change")
         seen.append(repository.version())
 
-    assert seen[-2] == "0.2.0" and seen[-1].startswith("0.3.0~git")
-    assert rises(*seen), seen
-    assert other.startswith("0.2.0~git2.g") and other not in seen
+    assert re.fullmatch(r"0~git2\.g[0-9a-f]{10}", seen[0]), seen
+    assert seen[3] == "0.2.0" and re.fullmatch(r"0\.2\.0\+git1\.g[0-9a-f]{10}", seen[4]), seen
+    assert rises(*seen, "0.2.1"), seen
 
 
-def test_uncommitted_changes(repository: Repository) -> None:
-    """Each has its own version; tests are not packed."""
-    clean = repository.version()
-    repository.write("tests/new.py", "not packed")
-    assert repository.version() == clean
+def test_uncommitted_changes_are_part_of_the_version(repository: Repository) -> None:
+    """With and without a release, above the commit and below the next one."""
+    for tag in (False, True):
+        if tag:
+            repository.git("tag", "-m", "", "v0.2.0")
+        clean = repository.version()
+        repository.write("CHANGELOG.md", "changed")
+        changed = repository.version()
+        repository.git("checkout", "--quiet", ".")
 
-    versions = set()
-    for name in ("generated/nothing.py", "packaging/not-tracked", "ttdp.py"):
-        repository.write(name, '__version__ = "0.2.0"\n')
-        versions.add(repository.version())
-    assert len(versions) == 3 and all(".dirty." in version for version in versions)
-
-
-def test_a_shallow_clone_is_below_other_commits(repository: Repository, tmp_path: Path) -> None:
-    """It has the time of the commit instead of a count."""
-    repository.commit("Second")
-    shallow = tmp_path / "shallow"
-    repository.git("clone", "--quiet", "--depth=1", f"file://{repository.top}", str(shallow))
-
-    version = repository.version(shallow)
-
-    assert re.fullmatch(r"0\.2\.0~git0\.20\d{12}\.g[0-9a-f]{10}", version)
-    assert rises(version, "0.2.0~git1.g0000000000")
+        assert changed == f"{clean}+dirty"
+        assert rises(clean, changed, "0.2.0+git1.g0000000000" if tag else "0~git2.g0000000000")
 
 
 def test_without_git(repository: Repository) -> None:
-    """A released source has its version; others differ by their contents, below every commit."""
-    shutil.rmtree(repository.top / ".git")
-    first = repository.version()
-    assert re.fullmatch(r"0\.2\.0~~src\.[0-9a-f]{8}", first) and rises(first, "0.2.0~git0.2026.g0")
+    """A source that is no clone has no version of its own, also inside of another clone."""
+    inner = repository.top / "inner/packaging"
+    inner.mkdir(parents=True)
+    shutil.copy(repository.top / "packaging/version.sh", inner)
 
-    repository.write("generated/nothing.py", "# more\n")
-    assert repository.version() != first
+    version = subprocess.check_output([inner / "version.sh"], text=True).strip()
 
-    repository.write("packaging/deb/changelog", CLOSED)
-    assert repository.version() == "0.2.0"
+    assert version == "0~source" and rises(version, "0.1.0")
+
+
+# -- releases --------------------------------------------------------------------------------------
 
 
 def test_a_release(repository: Repository) -> None:
-    """One command checks a worktree, closes both changelogs, tags, and opens the next version."""
+    """One command checks a worktree, whose commit has the date in CHANGELOG.md, and tags it."""
     repository.commit("Second")
-    checks = "grep -q ' unstable;' packaging/deb/changelog && touch untracked && test $CI = true"
+    checks = "! grep unreleased CHANGELOG.md && touch untracked && test $CI = true"
+
     done = repository.release("0.2.0", checks)
 
     assert done.returncode == 0 and "git push origin main v0.2.0" in done.stdout, done
-
     log = repository.git("log", "--format=%s").splitlines()
-    assert log == ["Open 0.3.0", "Release 0.2.0", "Second", "First"]
-    assert repository.git("rev-parse", "v0.2.0^{commit}") == repository.git("rev-parse", "main~1")
+    assert log == ["Release 0.2.0", "Second", "First"] and repository.version() == "0.2.0"
 
-    headings = re.findall(r"(?m)^## (.*)$", (repository.top / "CHANGELOG.md").read_text())
-    assert headings[0] == "0.3.0 – unreleased" and re.fullmatch("0.2.0 – 20..-..-..", headings[1])
-    assert '__version__ = "0.3.0"' in (repository.top / "ttdp.py").read_text()
-    opened = (repository.top / "packaging/deb/changelog").read_text().split("\n -- ")[0]
-    named = (ROOT / "packaging/deb/changelog").read_text().split("\n -- ")[0]
-    assert opened.splitlines()[1:] == named.splitlines()[1:]
-
-    _, _, changes, _, worktrees = repository.state()
-    assert not changes and len(worktrees.splitlines()) == 1
+    [heading, _] = re.findall(r"(?m)^## (.*)$", (repository.top / "CHANGELOG.md").read_text())
+    assert re.fullmatch("0.2.0 – 20..-..-..", heading)
+    _, tags, changes, _, worktrees = repository.state()
+    assert (tags, changes) == ("v0.2.0", "") and len(worktrees.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("checks", "reason"),
     [
-        ("false", "false failed with status 1"),
+        ("false", "false failed; nothing was changed"),
         ("git -C {top} commit --quiet --allow-empty --message Third", "main has changed"),
     ],
 )
@@ -182,50 +150,31 @@ def test_checks_that_fail(repository: Repository, checks: str, reason: str) -> N
     done = repository.release("0.2.0", checks.format(top=repository.top))
 
     assert done.returncode and reason in done.stderr, done
-
     _, tags, changes, branches, worktrees = repository.state()
     assert (tags, changes, branches) == ("", "", "* main") and len(worktrees.splitlines()) == 1
 
 
-def refusal(repository: Repository, version: str = "0.2.0") -> str:
-    """The reason, given before anything is checked or changed."""
-    before = repository.state()
+def test_what_is_not_released(repository: Repository) -> None:
+    """The reason is given before anything is checked or changed."""
 
-    done = repository.release(version, "touch ../checked")
+    def refusal(version: str = "0.2.0") -> str:
+        before = repository.state()
+        done = repository.release(version, "touch ../../../checked")
+        assert done.returncode and repository.state() == before
+        assert not (repository.top.parent / "checked").exists()
+        return done.stderr
 
-    assert done.returncode and repository.state() == before
-    assert not (repository.top.parent / "checked").exists()
-    return done.stderr
+    assert "must be three numbers" in refusal("0.2")
+    assert "with a list of changes" in refusal("0.3.0")
+    assert "with a list of changes" in refusal("0.1.0")
 
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("packaging/deb/changelog", CLOSED, "already closed"),
-        ("CHANGELOG.md", NEWS.replace("- S", "S"), "with a list of changes"),
-        ("ttdp.py", '__version__ = "0.1.0"\n', "changelog has 0.2.0, ttdp.py has 0.1.0"),
-    ],
-)
-def test_a_source_that_is_not_ready_is_not_released(
-    repository: Repository, name: str, text: str, reason: str
-) -> None:
-    """The version must be open, the same everywhere, and have a list of changes."""
-    repository.write(name, text)
-    repository.commit("Change")
-
-    assert reason in refusal(repository)
-
-
-def test_only_the_next_version_is_released_once_and_from_main(repository: Repository) -> None:
-    """Three numbers, the same as in the changelog, and everything is committed."""
-    assert "must be three numbers" in refusal(repository, "0.2")
-    assert "begins with 0.2.0;" in refusal(repository, "0.5.0")
-
-    repository.git("tag", "v0.2.0")
-    assert "v0.2.0 is already released" in refusal(repository)
+    repository.git("tag", "v0.10.0")
+    assert "v0.10.0 is already released" in refusal()
+    assert "v0.10.0 is already released" in refusal("0.10.0")
 
     repository.git("checkout", "-qb", "other")
-    assert "not main" in refusal(repository)
+    assert "not main" in refusal()
 
+    repository.git("checkout", "-q", "main")
     repository.write("new", "")
-    assert "uncommitted changes" in refusal(repository)
+    assert "uncommitted changes" in refusal()

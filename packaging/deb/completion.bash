@@ -2,7 +2,7 @@
 
 _tt_device_plugin() {
     local cur prev words cword split
-    _init_completion -s || return
+    _init_completion -s -n : || return # addresses have colons
 
     # ---- options, made by: make generate
     local commands='run list check fix'
@@ -19,40 +19,17 @@ _tt_device_plugin() {
             --cdi-dir
             --labels-dir
             --metrics-file
-            --pod-resources-socket
+            --hugepages
             --fail-on-init-error
-            --log-level
-            --hugepages'
+            --log-level'
         [list]='--help
-            --json
-            --config-file
-            --device-plugin-dir
-            --root
-            --resource-domain
-            --resource-naming
-            --unit
-            --pod-resources-socket'
+            --json'
         [check]='--help
             --quiet
             --config-only
-            --config-file
-            --device-plugin-dir
-            --root
-            --resource-domain
-            --resource-naming
-            --visible-devices
-            --unit
-            --device-list-strategy
-            --cdi-dir
-            --labels-dir
-            --metrics-file
-            --pod-resources-socket
-            --fail-on-init-error
-            --log-level
-            --hugepages'
-        [fix]='--help
-            --yes
             --config-file'
+        [fix]='--help
+            --yes'
     )
     local -A values=(
         [--config-file]='FILE'
@@ -66,10 +43,9 @@ _tt_device_plugin() {
         [--cdi-dir]='DIRECTORY'
         [--labels-dir]='DIRECTORY'
         [--metrics-file]='FILE'
-        [--pod-resources-socket]='FILE'
+        [--hugepages]='private host none'
         [--fail-on-init-error]='SWITCH'
         [--log-level]='debug info warning error'
-        [--hugepages]='private host none'
     )
     # ---- end of the options
 
@@ -93,7 +69,11 @@ _tt_device_plugin() {
         SWITCH) [[ $split != true ]] || wanted='true false' ;; # after "=" only
         *) wanted=${values[$prev]} ;;
         esac
+    elif [[ ${words[1]} == fix ]]; then
+        # Tenstorrent's functions on the PCI bus; one that is gone must be typed.
+        wanted=$(grep -ls 0x1e52 /sys/bus/pci/devices/*/vendor | cut -d / -f 6)
     fi
     COMPREPLY=($(compgen -W "$wanted" -- "$cur"))
+    __ltrim_colon_completions "$cur"
 } &&
     complete -F _tt_device_plugin tt-device-plugin

@@ -20,7 +20,6 @@ from typing import TypeVar
 from tests.e2e.machine import Machine, Process, tail
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, NotifySocket, wait_until
-from tests.world.simulation import NEVER
 
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 STATE_DIRECTORY = "/var/lib/tt-device-plugin"
@@ -69,7 +68,7 @@ class Daemon:
     def configure(self, config: str, interval: float = 5.0) -> None:
         """Write its configuration file: keys and tables; interval: seconds between two polls."""
         # On a busy machine, firmware that a thread plays does not keep up with the polls.
-        health = f"[health]\ninterval = {interval}\nheartbeat_misses = {NEVER}\n"
+        health = f"[health]\ninterval = {interval}\n"
         self._config.write_text(f"{config}\n{health}")
 
     def install(self) -> None:

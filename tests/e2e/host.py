@@ -19,7 +19,6 @@ from tests.e2e.remote_kubelet import RemoteKubelet
 from tests.e2e.steps import UNIT
 from tests.world.node import SimulatedNode, Ticker
 from tests.world.processes import ROOT, wait_until
-from tests.world.simulation import NEVER
 
 RESOURCE = "tenstorrent.com/n300"
 CARDS = ("n300", "n300", "n300", "n300", "p300c")
@@ -40,11 +39,10 @@ ExecStart=/bin/sh -c '{RemoteKubelet.script(DIRECTORY, "/srv/shared")}'
 WantedBy=multi-user.target
 """
 # No heartbeat is missed: on a busy machine, firmware that a thread plays does not keep up.
-CONFIGURATION = f"""
+CONFIGURATION = """
 root = "/srv/shared/node"
 [health]
 interval = 0.5
-heartbeat_misses = {NEVER}
 """
 
 
@@ -71,19 +69,20 @@ class Packages:
         return cls(directory, current, other, modules)
 
 
-def _build_next(deb: Path, output: Path, source: Path) -> None:
-    """Build the sources as another version."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("generated", "packaging", "build/wheels"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, source)
+def _build_next(deb: Path, directory: Path, source: Path) -> None:
+    """Build a copy of the sources as another version."""
+    names = ["Makefile", "ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"]
+    names += ["generated", "packaging"]
+    work = f"build/{deb.stem.rpartition('_')[2]}"
+    fetched = [f"{work}/tools", f"{work}/wheels"]
+    names += [name for name in fetched if (ROOT / name).exists()]
+    source.mkdir()
+    subprocess.run(["cp", "-r", "--parents", *names, source], cwd=ROOT, check=True)
 
-    command = [sys.executable, "packaging/build_deb.py", "--output", str(output)]
-    command += ["--no-lintian", "--version", NEXT]
-    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(int(deb.stat().st_mtime))}
-    subprocess.run(command, cwd=source, check=True, env=environ, stdout=subprocess.DEVNULL)
+    command = ["make", "deb", f"PACKAGE_VERSION={NEXT}", f"VENV={sys.prefix}"]
+    subprocess.run(command, cwd=source, check=True, stdout=subprocess.DEVNULL)
+    for made in source.glob("dist/*.deb"):
+        shutil.copy(made, directory)
 
 
 def unpacked_zipapp(deb: Path, tree: Path) -> Path:

@@ -12,9 +12,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from generated import podresources_pb2, podresources_pb2_grpc
+from tests.e2e import podresources
 from tests.e2e.builds import build_kubelet
 from tests.e2e.kubeletconfig import (
     COMMON,
@@ -27,7 +25,7 @@ from tests.e2e.kubeletconfig import (
 from tests.e2e.machine import Machine, Process, tail
 from tests.e2e.steps import JSON
 from tests.world.checkpoint import CHECKPOINT
-from tests.world.processes import LONG_PATIENCE, wait_until
+from tests.world.processes import wait_until
 
 
 def _configuration(version: str, machine: Machine) -> JSON:
@@ -201,8 +199,7 @@ class Kubelet:
 
     def allocatable(self) -> dict[str, set[str]]:
         """Return the IDs of all healthy devices by resource, in use or not."""
-        question = podresources_pb2.AllocatableResourcesRequest()
-        answer = self._ask("GetAllocatableResources", question)
+        answer = self._ask("GetAllocatableResources")
         found: dict[str, set[str]] = {}
         for devices in answer.devices:
             found.setdefault(devices.resource_name, set()).update(devices.device_ids)
@@ -217,7 +214,7 @@ class Kubelet:
 
     def assigned(self, resource: str) -> dict[tuple[str, str], set[str]]:
         """Return which devices the containers have, by pod and container."""
-        answer = self._ask("List", podresources_pb2.ListPodResourcesRequest())
+        answer = self._ask("List")
         found: dict[tuple[str, str], set[str]] = {}
         for pod in answer.pod_resources:
             for container in pod.containers:
@@ -227,9 +224,7 @@ class Kubelet:
                         place.update(devices.device_ids)
         return found
 
-    def _ask(self, method: str, request: Any) -> Any:
-        """Call the pod resources API; a kubelet that was just started may not listen yet."""
+    def _ask(self, method: str) -> Any:
+        """Call the pod resources API."""
         socket_path = self._machine.path("/var/lib/kubelet/pod-resources/kubelet.sock")
-        with grpc.insecure_channel(f"unix://{socket_path}") as channel:
-            stub = podresources_pb2_grpc.PodResourcesListerStub(channel)  # type: ignore[no-untyped-call]
-            return getattr(stub, method)(request, timeout=LONG_PATIENCE, wait_for_ready=True)
+        return podresources.ask(str(socket_path), method)

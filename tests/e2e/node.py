@@ -76,6 +76,8 @@ class Node(Site):
         self._show_boot(cards.root)
         (cards.root / "sys/fs").mkdir(exist_ok=True)
         (cards.root / "sys/fs/cgroup").symlink_to("/sys/fs/cgroup")
+        (cards.root / "var/log").mkdir(parents=True)
+        (cards.root / "var/log/pods").symlink_to("/var/log/pods")
 
     def _show_boot(self, root: Path) -> None:
         """Show the cards' tree which boot this is."""

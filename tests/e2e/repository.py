@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,7 @@ class Publisher:
             for deb in debs
         ]
 
-        script = (sys.executable, "packaging/repository.py", "--url", url, "--sign-key", key)
-        done = self.run(*script, "--output", output, *paths)
+        done = self.run("packaging/repository.sh", url, key, output, *paths)
         return done.stderr if done.returncode else ""
 
 

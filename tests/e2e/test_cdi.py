@@ -154,7 +154,7 @@ def test_pods_by_cdi() -> None:
     with Node(VERSIONS[0], static_pods=False, programs=trixie) as node:
         bdfs = [chip.bdf for _ in range(3) for chip in node.cards.add("n300")]
         node.cards.set_hugepages(4)
-        node.start_daemon('device_list_strategy = "cdi"', interval=0.2)
+        node.start_daemon('device_list_strategy = "cdi"', interval=0.5)
         pods = [node.started({N300: 1}) for _ in bdfs]
         held = {pod: pod.devices(N300) for pod in pods}
 

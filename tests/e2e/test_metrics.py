@@ -63,7 +63,7 @@ def test_node_exporter_shows_the_whole_file(host: Site) -> None:
     """Each metric is there, with the time of writing."""
     host.cards.add("n300")
     host.cards.add("p300c")
-    host.start_daemon(interval=0.2)
+    host.start_daemon(interval=0.5)
 
     wanted = {f'tt_device_healthy{{device="{host.cards.chips[0].bdf}"}} 1'}
     wanted.add("node_textfile_scrape_error 0")

@@ -75,7 +75,7 @@ def tree() -> Iterator[Tree]:
 
 @pytest.mark.parametrize("target", COMMANDS)
 def test_the_two_commands(tree: Tree, target: str, told: Told) -> None:
-    """`make demo` and `make test` pass; both announce how long the setup takes, and show progress.
+    """`make demo` and `make test` pass; both announce how long the setup takes.
 
     The demo packs one Python only. Its first step is timed against the announcement.
     """
@@ -87,9 +87,7 @@ def test_the_two_commands(tree: Tree, target: str, told: Told) -> None:
     assert announced, output[:3000]
     result = f"{lines[-1][0]:.0f} s; {lines[-1][1]}"
     if target == "demo":
-        assert len(re.findall(r"(?m)^fetching .* for \w+-cp3\d+$", output)) == 1, output
+        assert len(re.findall(r"(?m)^fetching .* for \w+, cp3\d+$", output)) == 1, output
         first = next(at for at, line in lines if re.match(r" 1  ", line))
         result = f"first step after {first:.1f} s ({announced[0]!r}); {result}"
-    else:
-        assert re.search(r"(?m)^    grpcio==", output), output[:3000]
     told(result)

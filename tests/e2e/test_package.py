@@ -152,7 +152,7 @@ def test_commands_find_the_running_service(host: Host) -> None:
 
     for command, level in (("stop", "FAIL"), ("start", "ok")):
         host.systemctl(command, UNIT)
-        assert re.search(rf"(?m)^{level} +service ", host("tt-device-plugin", "check", check=False))
+        assert re.search(rf"(?m)^{level} +service: ", host("tt-device-plugin", "check", check=False))
 
 
 @pytest.mark.usefixtures("installed")
@@ -543,6 +543,9 @@ def test_an_upgrade_that_would_not_start_waits(host: Host, told: Told) -> None:
     # Unpacked, but only half configured.
     assert host("dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", UNIT) == "iF "
     assert host.property("MainPID") == pid and not host.kubelet.events("ended", since)
+    # The advice of the new program does not end the old daemon.
+    advice = host("tt-device-plugin", "check", check=False)
+    assert "; run: dpkg --configure -a" in advice and "systemctl restart" not in advice, advice
     # As long as it is not corrected, nothing changes.
     assert host.status_of("dpkg", "--configure", "-a") and host.property("MainPID") == pid
 

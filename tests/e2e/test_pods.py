@@ -91,7 +91,7 @@ def test_a_pods_status_has_its_chips_health(version: str) -> None:
     config = {"featureGates": {"ResourceHealthStatus": True}} if version == "1.35" else {}
     with Node(version, static_pods=False, config=config) as node:
         chips = add(node, 2)
-        node.start_daemon(interval=0.2)
+        node.start_daemon(interval=0.5)
         pod = node.started({N300: 1})
         (bdf,) = pod.devices(N300)
         (other,) = ids(chips) - {bdf}
@@ -139,7 +139,7 @@ def test_daemon_is_upgraded(node: Node, told: Told) -> None:
 def test_restarted_container_keeps_its_chip(node: Node) -> None:
     """A container that crashes after a renumbering is made again with the chip that it had."""
     bdfs = [chip.bdf for chip in add(node, 2)]
-    node.start_daemon(interval=0.2)
+    node.start_daemon(interval=0.5)
     pod = node.started({N300: 1})
     (mine,) = pod.devices(N300)
     path, former = f"/dev/tenstorrent/{node.cards.chip(mine).ordinal}", node.host_number(mine)

@@ -6,25 +6,25 @@ machine, and what they ask the driver is answered by umd_driver.c, which writes 
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import ttdp
-from tests.commands import Host
+from tests.commands import Commanded, commanded
 from tests.e2e.builds import CACHE, cached
 from tests.e2e.container import require_root
 from tests.e2e.daemon import OPENABLE
 from tests.e2e.machine import HUNG
 from tests.e2e.umd import compile_driver
-from tests.world.node import Chip, SimulatedNode, Ticker
-from tests.world.processes import until
-from tests.world.simulation import STALLS, RunningDaemon, settings_of
+from tests.world.node import Chip
+from tests.world.processes import wait_until
 
+ILL = "0000:02:00.0"
 VERSIONS = ("4.2.0", "6.8.0")  # the first that accepts a device file as target, and one of today
 
 # The program `bin/tt-smi` of the simulated node, whose root is {node}. /dev has the devices that
@@ -62,24 +62,6 @@ def installed(version: str) -> Path:
     return place / "bin/tt-smi"
 
 
-class FixHost(Host):
-    """A host with three chips, the second of which `fix` is to mend."""
-
-    @property
-    def tt_smi(self) -> Path:
-        return self.node.root / "bin/tt-smi"
-
-    @property
-    def ill(self) -> Chip:
-        return self.node.chip("0000:02:00.0")
-
-    @property
-    def resets(self) -> set[int]:
-        """The numbers of the devices that were reset."""
-        file = self.node.root / "resets"
-        return {int(line) for line in file.read_text().split()} if file.exists() else set()
-
-
 @pytest.fixture(scope="module", params=VERSIONS)
 def program(request: pytest.FixtureRequest) -> Path:
     require_root(unshare="util-linux", gcc="gcc libc6-dev")
@@ -87,73 +69,67 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def host(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[FixHost]:
-    node = SimulatedNode(tmp_path / "node", nodes="mknod", numbers=OPENABLE)
-    node.add("n150")
-    node.add("p300c")
-    for name in ("bin", "host-dev"):
-        (node.root / name).mkdir()
-    compile_driver(node.root / "driver.so")
-
-    environ = {"RUNTIME_DIRECTORY": str(short_tmp)}
-    host = FixHost(short_tmp, node, environ, {"FOLLOWS_WITHIN": 60.0})
-
-    host.tt_smi.write_text(TT_SMI.format(node=node.root, program=program))
-    host.tt_smi.chmod(0o755)
-    with Ticker(node, 0.05):
+def host(program: Path, short_tmp: Path, tmp_path: Path) -> Iterator[Commanded]:
+    """A host with three chips, of which the firmware of the second has stopped."""
+    # Not in /dev, which the script hides.
+    with commanded(short_tmp, tmp_path / "node", nodes="mknod", numbers=OPENABLE) as host:
+        host.node.add("n150")
+        host.node.add("p300c")
+        host.node.chip(ILL).freeze()
+        (host.node.root / "host-dev").mkdir()
+        compile_driver(host.node.root / "driver.so")
+        tt_smi_of(host).write_text(TT_SMI.format(node=host.node.root, program=program))
         yield host
 
 
-@pytest.fixture
-async def stalled(host: FixHost) -> AsyncIterator[FixHost]:
-    """A daemon sees that its firmware has stopped."""
-    more = {"runtime_dir": str(host.root), "health": STALLS}
-    settings = settings_of(host.node, host.plugins, **more)
-    async with RunningDaemon(host.node, settings) as daemon:
-        await daemon.ready()
-        host.ill.freeze()
-        await daemon.sees(host.ill.bdf, ttdp.Kind.STALLED)
-        yield host
+def tt_smi_of(host: Commanded) -> Path:
+    return host.node.root / "bin/tt-smi"
 
 
-async def fixed(host: FixHost, **environ: str) -> None:
+def resets(host: Commanded) -> set[int]:
+    """Return the numbers of the devices that were reset."""
+    file = host.node.root / "resets"
+    return {int(line) for line in file.read_text().split()} if file.exists() else set()
+
+
+def fix(host: Commanded, **environ: str) -> None:
     """Run `fix` to its end; the chip is healthy as soon as something has been reset."""
-    running = asyncio.ensure_future(host.ask("fix", host.ill.bdf, "--yes", **environ))
-    await until(lambda: host.resets or running.done(), "a reset")
-    host.ill.thaw()
 
-    answer = await running
+    def mend() -> None:
+        wait_until(lambda: resets(host), "a reset")
+        host.node.chip(ILL).thaw()
+
+    mending = threading.Thread(target=mend, daemon=True)
+    mending.start()
+    answer = host.run("fix", ILL, "--yes", **environ)
     assert answer.status == 0, answer.out + answer.err
 
 
-async def test_fix_resets_this_chip_only(stalled: FixHost) -> None:
+def test_fix_resets_this_chip_only(host: Commanded) -> None:
     """Even if the operator's TT_VISIBLE_DEVICES names another one."""
-    await fixed(stalled, TT_VISIBLE_DEVICES="0000:01:00.0")
-    assert stalled.resets == {1}
+    fix(host, TT_VISIBLE_DEVICES="0000:01:00.0")
+    assert resets(host) == {1}
 
 
-async def test_fix_resets_the_number_of_this_moment(stalled: FixHost) -> None:
+def test_fix_resets_the_number_of_this_moment(host: Commanded) -> None:
     """After a renumbering it is another one."""
-    stalled.node.swap_ordinals("0000:02:00.0", "0000:03:00.0")
-    await fixed(stalled)
-    assert stalled.resets == {2}
+    host.node.swap_ordinals(ILL, "0000:03:00.0")
+    fix(host)
+    assert resets(host) == {2}
 
 
-def run(host: FixHost, *words: str) -> None:
-    """Run tt-smi, whose status proves nothing."""
-    subprocess.run([host.tt_smi, *words], capture_output=True, check=False, timeout=HUNG)
+def run(host: Commanded, command: str) -> None:
+    """Run a command, whose status proves nothing."""
+    subprocess.run(["sh", "-c", command], capture_output=True, check=False, timeout=HUNG)
 
 
-def command(host: FixHost) -> list[str]:
-    """What `fix` would run for this chip at this moment."""
-    bus = ttdp.scan(
-        ttdp.Settings(root=str(host.node.root)),
-        {},
-        driver_is_loaded=True,
-    )
-    function = bus[host.ill.bdf]
+def command(host: Commanded) -> str:
+    """Return what `fix` would run for this chip at this moment."""
+    settings = ttdp.Settings(root=str(host.node.root))
+    function = ttdp.scan(settings, {}, driver_is_loaded=True)[ILL]
     assert function
-    return ttdp.reset_command(function, "tt-smi")[1:]
+    look = ttdp.Look(function, host.service.view())
+    return ttdp.command_of(ttdp.Step.RESET, look, settings, str(tt_smi_of(host)))
 
 
 GONE: dict[str, Callable[[Chip], object]] = {
@@ -164,15 +140,15 @@ GONE: dict[str, Callable[[Chip], object]] = {
 
 
 @pytest.mark.parametrize("how", GONE)
-def test_a_chip_that_goes_away_at_the_last_moment(host: FixHost, how: str) -> None:
+def test_a_chip_that_goes_away_at_the_last_moment(host: Commanded, how: str) -> None:
     """Between the last look and the reset: then none is reset."""
     words = command(host)
-    GONE[how](host.ill)
-    run(host, *words)
-    assert host.resets == set()
+    GONE[how](host.node.chip(ILL))
+    run(host, words)
+    assert resets(host) == set()
 
 
-def test_an_address_that_is_not_found_resets_all(host: FixHost) -> None:
+def test_an_address_that_is_not_found_resets_all(host: Commanded) -> None:
     """Which is why `fix` never gives tt-smi an address; this test would show when that changes."""
-    run(host, "-r", "0000:99:00.0", "--no_reinit")
-    assert host.resets == {0, 1, 2}
+    run(host, f"{tt_smi_of(host)} -r 0000:99:00.0 --no_reinit")
+    assert resets(host) == {0, 1, 2}

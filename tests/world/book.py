@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,8 @@ class BookWorld:
         """PreStartContainer comes for a container."""
         self.look()
         call = Call(given.resource, frozenset(given.held.ids), self.now)
-        try:
+        with suppress(RequestError):  # outcome() has it again
             self.book.blockers(call, self.now)
-        except RequestError:
-            pass  # and outcome() has it again
         return call
 
     def outcome(self, call: Call) -> str | set[str]:

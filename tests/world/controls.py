@@ -1,25 +1,23 @@
 """What an operator does to a simulated node: writes to sysfs, modprobe, tt-smi.
 
-The kernel acts before such a write returns, and can refuse it. A file cannot do that, so
-tests.world.simulation sends each write to the socket that `Controls` listens on. The programs in
-the directory `bin` beside sysfs do the same. All of them are recorded in `calls`, in their order.
+The files of sysfs that only take commands (bind, unbind, rescan) are FIFOs, which `Controls` reads;
+the programs in the directory `bin` below the node's root ask it over a socket. All of them are
+recorded in `calls`, in their order. The kernel acts before a write returns, and can refuse it; here
+the action follows, and a refusal is a link to /dev/full.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
 import json
 import os
-import socket
+import select
+import socketserver
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import ttdp
 from tests.world.node import Chip, SimulatedNode
 
 PROGRAM = """#!{python} -I
@@ -33,7 +31,7 @@ with socket.socket(socket.AF_UNIX) as kernel:
 print(text, end="")
 sys.exit(status)
 """
-Answer = tuple[int, str]  # a program's status and output; for a write, an errno and ""
+ATTRIBUTES = ("drivers/tenstorrent/unbind", "drivers/tenstorrent/bind", "rescan")  # in their order
 
 
 def mend(chip: Chip) -> None:
@@ -43,13 +41,13 @@ def mend(chip: Chip) -> None:
 
 
 class Controls:
-    """The other side of what an operator does: the kernel's and the card's."""
+    """The other side of what an operator does: the kernel's and the card's. For `with`."""
 
     def __init__(self, node: SimulatedNode, directory: Path) -> None:
         """Args: directory: for the socket; its path must be short."""
         self.node = node
         self.path = str(directory / "controls")
-        self.before: Callable[[str], None] = lambda call: None  # called with what is to be done
+        self.before: Callable[[str], object] = lambda call: None  # called with what is to be done
 
         # What was done.
         self.calls: list[str] = []  # "tt-smi -r …", "bind 0000:01:00.0"
@@ -57,12 +55,36 @@ class Controls:
 
         # What comes of it.
         self.finds: set[str] = set()  # addresses of the cards that a rescan finds
-        self.refused: dict[str, str] = {}  # names of errno by name of the attribute
         self.version = "6.8.0"  # of tt-smi
         self.reset: Callable[[Chip], object] = mend
-        self.status = 0  # of tt-smi -r
+        self.status = 0  # of tt-smi -r, and of modprobe, which does nothing then
         self.hangs = False  # tt-smi -r, until it is ended
         self.waiting = 0  # programs that hang at the moment
+        self.blocked: set[str] = set()  # attributes at which writers wait
+        self._fifos: dict[str, tuple[int, int]] = {}  # inode and descriptor, by attribute
+
+    def __enter__(self) -> Controls:
+        program = self._program
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                program(self)
+
+        self._server = socketserver.ThreadingUnixStreamServer(self.path, Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._is_ended = threading.Event()
+        self._kernel = threading.Thread(target=self._be_the_kernel, daemon=True)
+        self._kernel.start()
+        self.install("tt-smi", "modprobe")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ended.set()
+        self._kernel.join()
+        for opened in self._fifos.values():
+            os.close(opened[1])
+        self._server.shutdown()
+        self._server.server_close()
 
     def install(self, *names: str, ignored: tuple[int, ...] = ()) -> None:
         """Put programs into the node's `bin`; ignored: signals that do not end them."""
@@ -74,113 +96,91 @@ class Controls:
             file.write_text(PROGRAM.format(ignored=tuple(map(int, ignored)), **values))
             file.chmod(0o755)
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[Controls]:
-        """Listen while the context lasts."""
-        tasks: set[asyncio.Task[Any]] = set()
+    def refuse(self, attribute: str) -> None:
+        """Let each write to this attribute fail."""
+        path = self.node.root / "sys/bus/pci" / attribute
+        path.unlink()
+        path.symlink_to("/dev/full")
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            tasks.add(task := asyncio.current_task())  # type: ignore[arg-type]
-            try:
-                request = json.loads(await reader.readline())
-                if answer := self._answer(*request):
-                    writer.write(json.dumps(answer).encode() + b"\n")
-                else:
-                    self.waiting += 1
-                    await reader.read()  # until its end
-                    self.waiting -= 1
-            finally:
-                writer.close()
-                tasks.discard(task)
-
-        server = await asyncio.start_unix_server(serve, self.path)
-        async with server:
-            yield self
-            for task in tasks:
-                task.cancel()
-
-    def _answer(self, words: list[str], environ: dict[str, str] | None) -> Answer | None:
-        """Return what a program or a write gives; None: it hangs."""
-        name, *words = words
-        if environ is not None:
-            self.environments.append(environ)
-        if name == "tt-smi" and words == ["--version"]:
-            return 0, f"{self.version}\n"
-
-        call = " ".join([name, *words])
-        self.calls.append(call)
-        self.before(call)
-        try:
-            answer: Answer | None = getattr(self, f"_{name.replace('-', '_')}")(*words)
-            return answer
-        except LookupError:
-            return errno.ENODEV, ""
+    def block(self, attribute: str) -> None:
+        """Let writers wait until the attribute is no longer in `blocked`."""
+        self.blocked.add(attribute)
+        path = self.node.root / "sys/bus/pci" / attribute
+        path.unlink()
+        os.mkfifo(path)
 
     # What is written to
 
-    def _rescan(self, _: str) -> Answer:
-        for chip in [*self.node.chips]:
-            if chip.bdf in self.finds and not chip.present:
-                chip.come_back()
-        return self._refusal("rescan")
+    def _be_the_kernel(self) -> None:
+        """Do what is written to sysfs, until the end."""
+        while not self._is_ended.is_set():
+            for attribute in ATTRIBUTES:
+                if attribute not in self.blocked:
+                    self._open(attribute)
+            descriptors = [descriptor for _, descriptor in self._fifos.values()]
+            ready, _, _ = select.select(descriptors, [], [], 0.01)
+            for attribute, (_, descriptor) in self._fifos.items():
+                if descriptor in ready:
+                    for text in os.read(descriptor, 4096).decode().split():
+                        self._write(attribute.rpartition("/")[2], text)
 
-    def _driver_override(self, text: str, bdf: str) -> Answer:
-        self.node.chip(bdf).keep_for(text or "(null)")
-        return 0, ""
+    def _open(self, attribute: str) -> None:
+        """Open a FIFO if it is a new one: they come and go with the driver."""
+        path = self.node.root / "sys/bus/pci" / attribute
+        try:
+            inode = path.lstat().st_ino
+            known, descriptor = self._fifos.get(attribute, (0, -1))
+            if not path.is_fifo() or inode == known:
+                return
+            if descriptor >= 0:
+                os.close(descriptor)
+            self._fifos[attribute] = inode, os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return
 
-    def _bind(self, bdf: str) -> Answer:
-        chip = self.node.chip(bdf)
-        refusal = self._refusal("bind")
-        if not refusal[0] and not chip.can_be_bound:
-            refusal = (errno.ENODEV, "")
-        if not refusal[0]:
+    def _write(self, name: str, text: str) -> None:
+        call = f"{name} {text}"
+        self.calls.append(call)
+        self.before(call)
+        if name == "rescan":
+            for missing in [chip for chip in self.node.chips if not chip.present]:
+                if missing.bdf in self.finds:
+                    missing.come_back()
+            return
+
+        chip = self.node.chip(text)
+        override = (chip.directory / "driver_override").read_text().strip()
+        chip.pci["driver_override"] = override or "(null)"
+        if name == "unbind" and chip.driver == "tenstorrent":
+            chip.unbind()
+        if name == "bind" and chip.can_be_bound:
             chip.bind()
-        return refusal
-
-    def _unbind(self, bdf: str) -> Answer:
-        chip = self.node.chip(bdf)
-        if chip.driver != "tenstorrent":
-            return errno.ENODEV, ""
-        chip.unbind()
-        return 0, ""
-
-    def _refusal(self, name: str) -> Answer:
-        return getattr(errno, self.refused.get(name, ""), 0), ""
 
     # What is run
 
-    def _modprobe(self, module: str) -> Answer:
-        if "modprobe" in self.refused:
-            return 1, f"modprobe: FATAL: Module {module} not found\n"
+    def _program(self, request: socketserver.StreamRequestHandler) -> None:
+        """Answer a program, or let it hang."""
+        words, environ = json.loads(request.rfile.readline())
+        self.environments.append(environ)
+        answer: Any = (0, f"{self.version}\n")
+        if words[1:] != ["--version"]:
+            self.calls.append(" ".join(words))
+            self.before(self.calls[-1])
+            if self.hangs and words[0] == "tt-smi":
+                self.waiting += 1
+                request.rfile.read()  # until its end
+                self.waiting -= 1
+                return
+            answer = (self.status, self._run(*words))
+        request.wfile.write(json.dumps(answer).encode() + b"\n")
+
+    def _run(self, name: str, *words: str) -> str:
+        if name == "tt-smi":
+            chips = {str(chip.ordinal): chip for chip in self.node.chips}
+            if chip := chips.get(words[1].rpartition("/")[2]):
+                self.reset(chip)
+            return ""
+        if self.status:
+            return f"modprobe: FATAL: Module {words[0]} not found\n"
         self.node.load_driver()
-        return 0, ""
-
-    def _tt_smi(self, option: str, target: str, *_: str) -> Answer | None:
-        if self.hangs:
-            return None
-        chip = self.node.chip(target.rpartition("/")[2])
-        self.reset(chip)
-        return self.status, f"{option} {target}: done\n"
-
-
-@contextlib.contextmanager
-def kernel_writes(controls: str | None) -> Iterator[None]:
-    """Send what the program writes to sysfs to the Controls at this socket, if there is one."""
-
-    def simulated(path: str, text: str) -> None:
-        os.close(os.open(path, os.O_WRONLY))  # it must exist, and may be forbidden
-        file = Path(path)
-        words = [file.name, text.strip()]
-        if file.name == "driver_override":
-            words.append(file.parent.name)
-
-        # The kernel acts, and answers, before the write returns.
-        with socket.socket(socket.AF_UNIX) as kernel:
-            kernel.connect(controls or "")
-            kernel.sendall(json.dumps([words, None]).encode() + b"\n")
-            number, _ = json.loads(kernel.makefile().readline())
-        if number:
-            raise OSError(number, os.strerror(number), path)
-
-    with patch.object(ttdp, "write_attribute", simulated) if controls else contextlib.nullcontext():
-        yield
+        return ""

@@ -408,6 +408,7 @@ class Installation:
         flags += outlet_flags(directory.parent)
 
         command, environ = self.command("run", *flags, uevents=uevents)
+        environ["RUNTIME_DIRECTORY"] = str(directory.parent)
         if uevents:
             uevents.unlink(missing_ok=True)
         return Service(command, environ, self.home / "daemon.notify")

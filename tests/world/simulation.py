@@ -5,8 +5,6 @@ error here. In this process (RunningDaemon), uevents come from a socket pair, as
 send them over netlink.
 
     python -m tests.world.simulation …     # the arguments are tt-device-plugin's own
-
-What that writes to sysfs goes to the socket TT_CONTROLS (see tests.world.controls).
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import errno
 import os
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import ttdp
-from tests.world.controls import kernel_writes
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.tree import errno_of
@@ -179,7 +175,7 @@ StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`
 
 
 def main(arguments: Sequence[str]) -> int:
-    with kernel_errors(), kernel_writes(os.environ.get("TT_CONTROLS")):
+    with kernel_errors():
         return ttdp.main(arguments)
 
 

@@ -91,7 +91,7 @@ def _overwrite(path: Path, data: bytes) -> bool:
 
 def put_control(path: Path) -> None:
     """Make a file that is only written to; what a write does, tests.world.controls knows."""
-    path.touch(0o200)
+    os.mkfifo(path)
     path.chmod(0o200)
 
 
