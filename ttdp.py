@@ -3177,7 +3177,11 @@ def status_line(
     if not parts and decision.chips:
         chips = pluralize(len(decision.chips), "chip")
         parts = [f"{chips}, but no device to offer; for the reason, run: tt-device-plugin list"]
-    elif not parts and not decision.unsupported:
+    elif not parts and decision.unsupported:
+        parts = [
+            f"no supported Tenstorrent device on this node: {abbreviate(decision.unsupported)}"
+        ]
+    elif not parts:
         parts = ["no Tenstorrent device on this node; waiting for one"]
 
     # One text for all resources. If the texts differ, unregistered resources are named.

@@ -45,7 +45,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     def compare(name: str, text: str) -> None:
         file = Path(__file__).with_name("golden") / "reports" / f"{name}.out"
         text = text.replace(ttdp.__version__, "VERSION")
-        if request.config.getoption("--update-golden", default=False):
+        if request.config.getoption("--update-golden"):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         assert text == file.read_text()
@@ -129,6 +129,7 @@ NODES: dict[str, Decision] = {
         ],
     ),
     "none": decide([], driver=None),
+    "unsupported": decide([], unsupported=(bdf(12),)),
     "excluded": decide([chip(1)], Settings(exclude=(bdf(1),))),
 }
 REGISTERED = Registration("registered with kubelet", True, 2, True)
@@ -187,6 +188,7 @@ def told(decision: Decision, titles: str) -> Iterator[str]:
         ("boards", "status log labels view"),
         ("boards-by-chip", "log labels"),
         ("none", "status labels CDI metrics view"),
+        ("unsupported", "status"),
         ("excluded", "status log labels CDI"),
     ],
 )

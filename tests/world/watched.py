@@ -44,10 +44,14 @@ class WatchedNode:
     def look(self, *, is_poll: bool = True, blocked: frozenset[str] = frozenset()) -> None:
         """Scan and read, at a poll or after an event. blocked: chips that do not answer."""
         self.scan()
-        present = [each for each in self.inventory.present if each.address not in blocked]
-        readings = [self.read(function, is_poll=is_poll) for function in present]
+        present = {function.address: function for function in self.inventory.present}
+        readings = [
+            self.read(function, is_poll=is_poll)
+            for address, function in present.items()
+            if address not in blocked
+        ]
         self.inventory.apply(filter(None, readings), self.settings.health)
-        self.inventory.block(blocked)
+        self.inventory.block(blocked & present.keys())
         self.date()
 
     def date(self) -> None:
