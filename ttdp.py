@@ -4328,10 +4328,15 @@ class Endpoint(rpc.DevicePluginServicer):
     """The socket of one registration, and the calls on it."""
 
     def __init__(
-        self, resource: str, directory: str, devices: AdvertisedList, allocator: Allocator
+        self,
+        resource: str,
+        directory: str,
+        kubelet: FileStamp,
+        devices: AdvertisedList,
+        allocator: Allocator,
     ) -> None:
-        """`directory`: the kubelet's."""
-        self.kubelet = file_stamp(f"{directory}/{KUBELET_SOCKET}")  # with which it registers
+        """`directory`: the kubelet's; `kubelet`: its socket, with which this one registers."""
+        self.kubelet = kubelet
         self.has_stream = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._resource = resource
@@ -4485,7 +4490,7 @@ class KubeletSession:
         self._wake = wake
 
         self._devices = AdvertisedList()
-        self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
+        self._endpoint: Endpoint | None = None  # of the present attempt
         self._disturbed = asyncio.Event()  # something has changed since the last attempt began
         self._grace: float | None = None  # at the daemon's end, calls have some time
         self._is_closing = False
@@ -4539,13 +4544,15 @@ class KubeletSession:
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
-        endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
-        if endpoint.kubelet is None:
-            why = f"{self._directory}/{KUBELET_SOCKET} does not exist"
-            return Ended(f"waiting for kubelet ({why})", is_failure=False)
+        path = f"{self._directory}/{KUBELET_SOCKET}"
+        kubelet = file_stamp(path)
+        if kubelet is None:
+            return Ended(f"waiting for kubelet ({path} does not exist)", is_failure=False)
+
+        endpoint = Endpoint(self.name, self._directory, kubelet, self._devices, self._allocator)
+        self._endpoint = endpoint
         try:
             await endpoint.open()
-            self._endpoint = endpoint
             registering = asyncio.create_task(self._register(endpoint))
             ends: list[asyncio.Future[Any]] = [endpoint.lost, registering]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
