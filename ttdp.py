@@ -4639,6 +4639,7 @@ class Reporter:
         self._sessions = sessions
         self._started = time.time()
         self._servers: list[asyncio.Server] = []
+        self._path: str | None = None  # of the status socket, once it is this daemon's
 
     async def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
@@ -4653,6 +4654,7 @@ class Reporter:
             try:
                 server = await asyncio.start_unix_server(self._limited(self._send_view), path)
                 self._servers.append(server)
+                self._path = path
                 os.chmod(path, 0o600)
             except OSError as error:
                 reason = f"{error.strerror or error}; list, check and fix cannot reach this daemon"
@@ -4661,9 +4663,9 @@ class Reporter:
     def close(self) -> None:
         for server in self._servers:
             server.close()
-        if directory := self._host.settings.runtime_dir:
+        if self._path:
             with suppress(OSError):
-                os.unlink(f"{directory}/{STATUS_SOCKET}")
+                os.unlink(self._path)
 
     def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
         """Return the status line, with the node's problems."""
