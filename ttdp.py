@@ -4705,18 +4705,20 @@ class Reporter:
     def _limited(self, answer: Responder) -> Responder:
         """Return a callback for a server, by which a slow client delays only itself."""
 
+        async def answer_all(reader: StreamReader, writer: StreamWriter) -> None:
+            await answer(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+
         async def serve(reader: StreamReader, writer: StreamWriter) -> None:
-            try:
-                with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
-                    await asyncio.wait_for(answer(reader, writer), CONNECTION_TIMEOUT)
-            finally:
-                writer.close()
+            with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
+                await asyncio.wait_for(answer_all(reader, writer), CONNECTION_TIMEOUT)
+            writer.transport.abort()  # else one that does not read keeps its descriptor
 
         return serve
 
     async def _send_view(self, reader: StreamReader, writer: StreamWriter) -> None:
         writer.write(json.dumps(self.view()).encode())
-        await writer.drain()
 
     async def _send_metrics(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Read one request, and answer it; nothing to a client that sends none."""
@@ -4739,7 +4741,6 @@ class Reporter:
             "Connection: close",
         ]
         writer.write("\r\n".join([*lines, "", text]).encode())
-        await writer.drain()
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
