@@ -4861,9 +4861,9 @@ class Daemon:
         """Return the seconds until the next turn, if no event comes before."""
         if self.host.unreadable:
             return RETRY_TICK
-        due = [*self._due.values(), self.host.readers.due(now)]
         if self._stage is not Stage.READY:
-            due.append(now + START_TICK)
+            return START_TICK
+        due = [*self._due.values(), self.host.readers.due(now)]
         if not self._directory.is_watched:
             due.append(now + RETRY_TICK)
         return max(0.0, min(due) - now)
