@@ -4787,7 +4787,7 @@ class Daemon:
         self._conditions: Mapping[str, Condition] = {}  # that the log has
         self._exit_status: int | None = None
         # When something is due, in seconds of the monotonic clock.
-        self._due = {"poll": -inf, "scan": inf, "metrics": inf, "watchdog": -inf}
+        self._due = {"poll": -inf, "scan": inf, "metrics": -inf, "watchdog": -inf}
         self._scanned_at = -inf
         self._binding_since = inf
 
@@ -4973,7 +4973,6 @@ class Daemon:
             files.keep(f"{settings.cdi_dir}/{CDI_FILE}", cdi_file(decision))
         if settings.labels_dir:
             files.keep(f"{settings.labels_dir}/{LABELS_FILE}", labels_file(decision))
-        self._due["metrics"] = min(self._due["metrics"], self._scanned_at)
 
     def _write_metrics(self) -> None:
         """Write the metrics file, if its directory exists; else it is left to grow old."""
