@@ -3763,14 +3763,12 @@ OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 KUBELET_SOCKET = "kubelet.sock"  # in the kubelet's directory; each kubelet creates a new one
 SOCKET_PREFIX = "tt-"  # of the daemon's sockets in that directory
 
-# inotify(7): events of a directory's entries, then of the directory itself; a flag.
+# inotify(7): events of a directory's entries, then of the directory itself.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
 IN_DELETE = 0x200
-IN_DELETE_SELF = 0x400
 IN_MOVE_SELF = 0x800
-IN_ONLYDIR = 0x0100_0000
 INOTIFY_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -3835,8 +3833,8 @@ class DirectoryError(Exception):
 class PluginDirectory:
     """The kubelet's device plugin directory: locked by one daemon, and watched."""
 
-    ENTRIES = IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE
-    ITSELF = IN_DELETE_SELF | IN_MOVE_SELF | IN_ONLYDIR
+    # Not IN_DELETE_SELF: it does not come while the directory is open, for the lock.
+    EVENTS = IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE | IN_MOVE_SELF
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
@@ -3908,9 +3906,8 @@ class PluginDirectory:
                 asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor)
 
         if self._inotify is not None:
-            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
-            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self.is_watched = _libc.inotify_add_watch(self._inotify, path, self.EVENTS) >= 0
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call, or may have."""
