@@ -180,9 +180,7 @@ class World:
     async def start_daemon(self) -> None:
         """Start it, and wait until it is ready, as systemd does."""
         places = {"state_dir": str(self.home), "runtime_dir": str(self.home / "run")}
-        settings = settings_of(
-            self.node, self.home / "dp", interval=0.1, **places, **self.settings
-        )
+        settings = settings_of(self.node, self.home / "dp", interval=0.1, **places, **self.settings)
         self.daemon = await RunningDaemon(self.node, settings).__aenter__()
         await self.daemon.ready()
 
@@ -304,7 +302,7 @@ class World:
             decision = self.daemon.decision
             lists = {name: {*each.devices} for name, each in decision.resources.items()}
             is_listed = {name: kubelet.healthy(name) for name in lists} == lists
-            return is_listed and lists and not decision.holds
+            return is_listed and bool(lists) and not decision.holds
 
         await until(is_all_free, "every device is offered once all pods have ended")
         pod = f"first-{len(self.requests)}"
@@ -351,7 +349,11 @@ def compare_with_node(view: dict[str, Any], world: World) -> Differences:
         running = [each.name for each in pod.containers.values() if each.pid is not None]
         for address in chain(*(world.chips_of(pod.name, name) for name in running)):
             users = {user["pod"] for user in rows[address]["pods"]}
-            yield f"{pod.name} on {address} in {users}", users.isdisjoint([pod.uid, pod.name]), False
+            yield (
+                f"{pod.name} on {address} in {users}",
+                users.isdisjoint([pod.uid, pod.name]),
+                False,
+            )
 
         is_shared = any("::" in each for each in held_ids(world, pod.name))
         for path in {*chain(*(world.mounts_of(pod.name, name) for name in running))}:

@@ -116,7 +116,9 @@ async def test_get_metrics_is_answered_and_any_other_request_gets_404(
         first, header, text = await request(listening, b"GET " + path + b" HTTP/1.1\r\n\r\n")
         assert first == "HTTP/1.1 200 OK" and 'tt_device_healthy{device="0000:01:00.0"} 1' in text
         assert header["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-        assert int(header["Content-Length"]) == len(text.encode()) and header["Connection"] == "close"
+        assert (
+            int(header["Content-Length"]) == len(text.encode()) and header["Connection"] == "close"
+        )
 
     for line in (b"GET / HTTP/1.1", b"POST /metrics HTTP/1.1", b"GET /metricsx HTTP/1.1"):
         first, _, text = await request(listening, line + b"\r\n\r\n")
