@@ -977,8 +977,9 @@ READ_TIMEOUT = 5.0  # seconds; the driver can block for ten, and on a starved ho
 
 # A register that reads as ones; the driver converts it like any value. Of the attributes, the first
 # that exists decides: drivers before 2.7 have no heartbeat.
+ONES = str(2**32 - 1)
 ALL_ONES = {
-    "tt_heartbeat": str(2**32 - 1),
+    "tt_heartbeat": ONES,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
 }
@@ -1139,7 +1140,7 @@ def with_telemetry(reading: Reading, texts: Mapping[str, str]) -> Reading:
         heartbeat=to_integer(texts.get("tt_heartbeat")),
         temperature=to_celsius(texts.get("temp1_input", "")),
         throttles_at=to_celsius(texts.get("temp1_max", "")),
-        trips=to_integer(texts.get("tt_therm_trip_count")),
+        trips=to_count(texts.get("tt_therm_trip_count", "")),
     )
 
 
@@ -1162,6 +1163,11 @@ def to_version(text: str) -> str | None:
     """Return a firmware's version; None for other texts, and for a value of a reset."""
     is_of_reset = text.startswith(("0.0.0.0", "255.255."))
     return text if VERSION.fullmatch(text) and not is_of_reset else None
+
+
+def to_count(text: str) -> int | None:
+    """Return a counter; None for any other text, and for the value of a dead chip."""
+    return None if text == ONES else to_integer(text)
 
 
 def to_celsius(text: str) -> float | None:
