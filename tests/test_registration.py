@@ -7,10 +7,11 @@ import contextlib
 import gc
 import itertools
 import os
+import signal
 import socket
-import struct
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from tests.conftest import (
 )
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, until
+from tests.world.processes import PATIENCE, ROOT, environment, until
 from tests.world.reference import another_plugin
+from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 VERSIONS = [(1, 32), (1, 37)]  # the oldest one, and the first that knows sockets
@@ -43,6 +45,14 @@ AN_HOUR = 3600.0
 def node(node: SimulatedNode) -> SimulatedNode:
     node.add("n150")
     return node
+
+
+@pytest.fixture
+async def daemon(start: StartDaemon, kubelet: Kubelet) -> RunningDaemon:
+    """Return a daemon that has registered, with polls an hour apart."""
+    found = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    return found
 
 
 @pytest.fixture
@@ -154,12 +164,10 @@ async def test_twenty_restarts_leave_nothing_behind(
 
 
 async def test_the_status_follows_registrations_at_once(
-    start: StartDaemon, kubelet: Kubelet, directory: Path
+    daemon: RunningDaemon, kubelet: Kubelet, directory: Path
 ) -> None:
     """No other event wakes the loop: the kubelet writes no checkpoint."""
     kubelet.file.path = directory.with_name("elsewhere")
-    daemon = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
     await until(lambda: daemon.status.endswith(ttdp.REGISTERED))
 
     await kubelet.kill()
@@ -220,20 +228,16 @@ async def test_a_deleted_socket_is_bound_and_registered_again(
 
 
 async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
-    start: StartDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: RunningDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next Register. A stream that the kubelet has ended itself takes no time."""
-    await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
-
     monkeypatch.setattr(ttdp, "STREAM_DELAY", 0.5)
     (name,) = plugin_sockets(directory)
     (directory / name).unlink()
-    await kubelet.wait_for(lambda: len(kubelet.find("register")) == 2)
+    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
     (ended,) = kubelet.find("ended")
     assert kubelet.find("register")[-1].at - ended.at > 0.4
 
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
     monkeypatch.setattr(ttdp, "STREAM_DELAY", AN_HOUR)
     await kubelet.drop_streams()
     await kubelet.wait_for(lambda: len(kubelet.find("list")) == 3)
@@ -319,7 +323,10 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
 async def test_an_event_in_the_directory_ends_the_pause(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path
 ) -> None:
-    """Another plugin's socket does; the daemon's own sockets and the checkpoint do not."""
+    """Another plugin's socket does; the daemon's own sockets and the checkpoint do not.
+
+    There is also a pause after a registration that was lost sooner than the first one lasts.
+    """
     node.add("p150a")
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=2)
     daemon = await start(interval=0.05)
@@ -329,30 +336,20 @@ async def test_an_event_in_the_directory_ends_the_pause(
     await kubelet.manager.write_checkpoint()
     await polls(daemon)
     assert len(kubelet.find("register")) == 2
-
     (directory / "another-plugin.sock").touch()
-    await kubelet.registered(N150)
-    await kubelet.registered(P150)
-
-
-async def test_a_kubelet_that_ends_each_stream_at_once_is_paused_for(
-    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A registration that is lost sooner than the first pause is no reason to hurry."""
-    monkeypatch.setattr(ttdp, "BACKOFF", (AN_HOUR, AN_HOUR))
-    daemon = await start(interval=0.05)
-    await kubelet.registered(N150)
+    await kubelet.wait_for(lambda: kubelet.find("list", N150) and kubelet.find("list", P150))
 
     await kubelet.drop_streams()
     await until(lambda: daemon.state(N150).startswith("kubelet closed the ListAndWatch stream"))
     await polls(daemon)
-
-    assert len(kubelet.find("register")) == 1
+    assert len(kubelet.find("register")) == 4
+    (directory / "another-plugin.sock").unlink()
+    await kubelet.registered(N150)
 
 
 @pytest.mark.usefixtures("patient")
 async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next_one_starts(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, directory: Path,
+    node: SimulatedNode, daemon: RunningDaemon, kubelet: Kubelet, directory: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """While one Register is not answered, the other resource is served.
@@ -361,8 +358,6 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
     """
     monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", AN_HOUR)
     caplog.set_level("INFO")
-    daemon = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
 
     kubelet.hang(AN_HOUR)
     node.add("p150a")
@@ -388,12 +383,10 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
     path = directory / "kubelet.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-
     daemon = await start(interval=AN_HOUR)
-    closed_text = "waiting for kubelet (its socket is closed)"
-    await until(lambda: daemon.state(N150) == closed_text)
+    text = "waiting for kubelet (its socket is closed)"
+    await until(lambda: daemon.state(N150) == text)
 
-    path.unlink()
     closed = 0
 
     async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -404,7 +397,7 @@ async def test_a_kubelet_that_does_not_answer_is_tried_again(
 
     async with await asyncio.start_unix_server(close, path):
         await until(lambda: closed > 50)
-    assert caplog.messages.count(f"{N150}: {closed_text}") == 1
+    assert caplog.messages.count(f"{N150}: {text}") == 1
 
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -481,37 +474,30 @@ async def test_a_session_can_be_closed_at_any_moment(
     assert not [line for line in errors(caplog) if "Registration/Register" not in line]
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Return a frame of HTTP/2 (RFC 9113, 4.1)."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+LISTENER = """
+import grpc, sys
+from generated import deviceplugin_pb2 as pb, deviceplugin_pb2_grpc as rpc
+options = [("grpc.http2.lookahead_bytes", 2**30), ("grpc.max_receive_message_length", -1)]
+stub = rpc.DevicePluginStub(grpc.insecure_channel(f"unix:{sys.argv[1]}", options))
+for _ in stub.ListAndWatch(pb.Empty()):
+    print("listed", flush=True)
+"""
 
 
-@contextlib.contextmanager
-def stopped_client(directory: Path) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def stopped_client(directory: Path) -> AsyncIterator[None]:
     """A client that calls ListAndWatch and is stopped then: not even its kernel buffer is read."""
-    head = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/v1beta1.DevicePlugin/ListAndWatch",
-        ":authority": "localhost",
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }
-    header = b""
-    for name, value in head.items():  # literal fields of HPACK (RFC 7541, 6.2.2)
-        header += b"\0" + bytes([len(name)]) + name.encode()
-        header += bytes([len(value)]) + value.encode()
-    most = 2**31 - 1
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(directory / plugin_sockets(directory)[0]))
-        client.sendall(
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-            + frame(4, 0, 0, struct.pack(">HI", 4, most))  # SETTINGS: the window of streams
-            + frame(8, 0, 0, struct.pack(">I", most - 65535))  # WINDOW_UPDATE: of the connection
-            + frame(1, 4, 1, header)  # HEADERS, all of them
-            + frame(0, 1, 1, bytes(5))  # DATA, the last: an empty message
-        )
-        yield
+    path = str(directory / plugin_sockets(directory)[0])
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LISTENER, path),
+        env=environment(ROOT),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert client.stdout and await client.stdout.readline()
+    client.send_signal(signal.SIGSTOP)
+    yield
+    client.kill()
+    await client.wait()
 
 
 async def test_a_client_that_is_stopped_delays_neither_the_next_registration_nor_the_end(
@@ -527,14 +513,14 @@ async def test_a_client_that_is_stopped_delays_neither_the_next_registration_nor
             await offers(kubelet, N150, *ids)
 
     await offers(kubelet, N150, "a")
-    with stopped_client(kubelet.directory), contextlib.ExitStack() as second:
+    async with stopped_client(kubelet.directory), contextlib.AsyncExitStack() as second:
         await list_much()
         (name,) = plugin_sockets(kubelet.directory)
         (kubelet.directory / name).unlink()
         session.update(resource("a"), is_disturbed=False)
         await until(lambda: len(kubelet.find("registered")) == 2)
 
-        second.enter_context(stopped_client(kubelet.directory))
+        await second.enter_async_context(stopped_client(kubelet.directory))
         await list_much()
         closing = asyncio.create_task(session.close())
         await asyncio.wait({closing}, timeout=PATIENCE)
@@ -589,9 +575,16 @@ async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
     assert "internal error" not in caplog.text
 
 
-async def test_a_server_that_cannot_be_made_is_one_line_and_tried_again(
+@pytest.mark.parametrize(
+    ("call", "text", "trace"),
+    [
+        ("add_insecure_port", "cannot create sockets in {}", "NoneType: None"),
+        ("start", "internal error; registering again", "RuntimeError: no threads"),
+    ],
+)
+async def test_a_server_that_cannot_be_made_is_tried_again(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, directory: Path,
+    caplog: pytest.LogCaptureFixture, directory: Path, call: str, text: str, trace: str,
 ) -> None:  # fmt: skip
     """gRPC hides why it has no socket; an error that nobody has foreseen has its traceback."""
 
@@ -600,31 +593,22 @@ async def test_a_server_that_cannot_be_made_is_one_line_and_tried_again(
 
     monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     with monkeypatch.context() as patch:
-        patch.setattr(Server, "add_insecure_port", fail)
+        patch.setattr(Server, call, fail)
         daemon = await start(interval=AN_HOUR)
-        await until(lambda: daemon.state(N150) == f"cannot create sockets in {directory}")
-        assert "Traceback" not in caplog.text
-
-        patch.setattr(Server, "start", fail)
-        patch.undo()
-        patch.setattr(Server, "start", fail)
-        await until(lambda: caplog.text.count(f"the session of {N150}") >= 2)
-        assert "RuntimeError: no threads" in caplog.text
-        assert daemon.state(N150) == "internal error; registering again"
+        await until(lambda: daemon.state(N150) == text.format(directory))
 
     await kubelet.registered(N150)
+    assert (trace in caplog.text) is (call == "start")
 
 
 # -- resources that end and return -----------------------------------------------------------------
 
 
 async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_streams_alone(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
+    node: SimulatedNode, daemon: RunningDaemon, kubelet: Kubelet
 ) -> None:
     """By card, p150a is a resource; n150 has the same name, and keeps its stream."""
     node.add("p150a")
-    daemon = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
     await kubelet.registered(P150)
 
     daemon.reload(resource_naming="card")
@@ -654,8 +638,8 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
                 await kubelet.restart()
             daemon.reload(resource_naming="board")
 
-        is_settled = lambda: daemon.state(P150) == ttdp.REGISTERED and P150A not in daemon.sessions  # noqa: E731
-        await until(is_settled)
+        await until(lambda: daemon.sessions.keys() == {N150, P150})
+        await until(lambda: daemon.state(P150) == ttdp.REGISTERED)
         await offers(kubelet, P150, chip.bdf)
 
         sockets = [name for name in plugin_sockets(directory) if name.startswith("tt-p150.")]
@@ -666,10 +650,9 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
 
 
 async def test_sessions_that_have_ended_leave_nothing_behind(
-    start: StartDaemon, kubelet: Kubelet
+    daemon: RunningDaemon, kubelet: Kubelet
 ) -> None:
     """However many resources there have been."""
-    daemon = await start(interval=AN_HOUR)
     before = (0, 0, 0)
     for number in range(12):
         if number == 2:
