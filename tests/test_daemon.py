@@ -83,13 +83,14 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     """A kubelet that runs already gets the cards that are bound meanwhile.
 
     A reload meanwhile is in force, and notifies no readiness: the kubelet is ordered after READY=1.
+    With fail_on_init_error it waits, too.
     """
     node.add("p150a")
     first, second = node.add("n150") + node.add("n150")
     first.unbind()
     second.unbind()
 
-    daemon = await start(interval=AN_HOUR)
+    daemon = await start(interval=AN_HOUR, fail_on_init_error=True)
     waiting = "waiting for the driver to create a device file for"
     await until(lambda: daemon.status == f"{waiting} {first.bdf}")
     await kubelet.registered(P150)
@@ -183,23 +184,11 @@ async def test_no_device_is_an_error_if_that_is_configured(
     assert errors(caplog) == [f"exiting (fail_on_init_error): {found}"]
 
 
-async def test_with_a_device_it_starts_if_that_is_configured(
-    node: SimulatedNode, start: StartDaemon
-) -> None:
-    """Chips that the driver binds late are waited for first."""
-    (chip,) = node.add("n150")
-    chip.unbind()
-    daemon = await start(fail_on_init_error=True)
-    await until(lambda: daemon.status.startswith("waiting for the driver"))
-
-    chip.bind()
-    await daemon.ready()
-
-
 async def test_the_first_list_has_every_chip_and_nothing_spins_before_it(
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has answered, or had the time to; also if the kubelet writes its checkpoint."""
+    """Each has answered, or had the time to; one whose reading takes too long is unhealthy then."""
+    monkeypatch.setattr(ttdp, "READ_TIMEOUT", 0.5)
     turns, check = list[bool](), ttdp.PluginDirectory.check
 
     def count(directory: ttdp.PluginDirectory) -> None:
@@ -210,13 +199,16 @@ async def test_the_first_list_has_every_chip_and_nothing_spins_before_it(
     quick, slow = node.add("n150") + node.add("n150")
     slow.block()
     await start(interval=AN_HOUR)
-    await kubelet.manager.write_checkpoint()
+    await kubelet.manager.write_checkpoint()  # this event is no reason to begin
     await kubelet.wait_for(lambda: kubelet.find("list", N150))
 
     first = kubelet.find("list", N150)[0].fields
     assert {*first["healthy_ids"], *first["unhealthy_ids"]} == {quick.bdf, slow.bdf}
     assert len(turns) < 30  # of 20 ms each, but for events
+
+    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {slow.bdf})
     slow.unblock()
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {quick.bdf, slow.bdf})
 
 
 async def test_a_manager_that_does_not_take_the_readiness_is_told_again(
@@ -480,7 +472,11 @@ async def test_a_second_daemon_ends_and_leaves_the_first_one_alone(
 async def test_it_can_end_at_any_moment_of_its_start(
     node: SimulatedNode, directory: Path, short_tmp: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, while and after sessions are made, and with a chip that blocks: status 0."""
+    """Before, while and after sessions are made, and with a chip that blocks: status 0.
+
+    Nothing stays open.
+    """
+    before = 0
     chip, _ = node.add("n150") + node.add("p150a")
     settings = settings_of(node, directory, interval=AN_HOUR, runtime_dir=str(short_tmp))
     async with kubelet_of(node, directory):
@@ -491,8 +487,10 @@ async def test_it_can_end_at_any_moment_of_its_start(
                 for _ in range(steps):
                     await asyncio.sleep(0.0005)
                 assert await asyncio.wait_for(daemon.stop(), PATIENCE) == 0
+            before = before or len(os.listdir("/proc/self/fd"))
             assert daemon.notes[-1] == "STOPPING=1"
             assert not [*short_tmp.glob("*.sock")] and not plugin_sockets(directory)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     chip.unblock()
 
     assert not [line for line in errors(caplog) if "Registration/Register" not in line]

@@ -305,18 +305,19 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
         return False
 
     monkeypatch.setattr(ttdp, "wait_for_event", wait_and_note)
-    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin is not welcome", times=5)
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "the plugin\nis not \x1bwelcome", times=5)
     daemon = await start(interval=AN_HOUR)
     await kubelet.wait_for(lambda: kubelet.find("list"))
     assert pauses == [0.002, 0.004, 0.008, 0.01, 0.01]
 
-    line = f"{N150}: kubelet rejected Register: the plugin is not welcome"
+    line = rf"{N150}: kubelet rejected Register: the plugin is not \x1bwelcome"
     assert caplog.messages.count(line) == 1
 
-    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, times=2)
+    kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "", times=2)
     await kubelet.drop_streams()
     await until(lambda: daemon.sessions[N150].registration.successes == 2)
     assert pauses[5:] == [0.002, 0.004]
+    assert caplog.messages.count(f"{N150}: kubelet rejected Register: UNKNOWN") == 1
 
 
 @pytest.mark.usefixtures("patient")

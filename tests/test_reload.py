@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +40,19 @@ async def test_a_reload_is_between_reloading_and_ready(
     assert status.startswith(f"STATUS=1 × {ARCH}, 1 healthy") and ready == "READY=1"
     assert "configuration reloaded" not in caplog.messages  # the new level is in force
     assert [note for note in daemon.notes if note.startswith("READY")] == ["READY=1"]
+
+
+async def test_a_sighup_that_came_before_its_handler_is_a_reload(
+    start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until then it is blocked, as it would end the process."""
+    caplog.set_level("INFO")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    signal.pthread_kill(threading.get_ident(), signal.SIGHUP)  # other threads do not block it
+
+    await start(interval=AN_HOUR)
+
+    await until(lambda: "configuration reloaded" in caplog.messages)
 
 
 async def test_a_rejected_configuration_changes_nothing_and_is_shown_until_it_is_valid(

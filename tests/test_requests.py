@@ -219,27 +219,6 @@ async def test_an_allocate_under_way_at_a_reload_gives_no_chip_twice(
     assert await is_granted(new) is not was_granted
 
 
-async def test_an_answer_has_the_settings_of_one_moment(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It waits for a link while hugepages and the kind of answers change."""
-    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
-    chip, _ = node.chips
-    daemon = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
-    link = chip.by_pci.rename(node.root / "link")
-    looks = looks_for_links(monkeypatch)
-
-    admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
-    await until(lambda: looks)
-    daemon.reload(hugepages="none", device_list_strategy="cdi")
-    await until(lambda: daemon.host.settings.hugepages == "none")
-    link.rename(chip.by_pci)
-    answer = await admission
-
-    assert answer.cdi_devices and not answer.devices and not answer.mounts
-
-
 # -- refusals and garbage --------------------------------------------------------------------------
 
 
