@@ -64,7 +64,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain, combinations, count
 from math import inf
 from os.path import abspath, basename, dirname, exists, isdir
@@ -752,6 +752,7 @@ class PciFunction(NamedTuple):
 Bus = dict[str, PciFunction | None]
 
 
+@cache
 def address_numbers(address: str) -> tuple[int, ...]:
     """Return domain, bus, device and function of a PCI address: chips are sorted by them."""
     return tuple(int(part, 16) for part in re.split("[:.]", address))
@@ -1340,6 +1341,7 @@ def judge(
 # ==== CHIPS: followed over time ===================================================================
 
 
+@cache
 def board_of_card(card: str) -> str:
     """Return "p150" for "p150a"."""
     return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
