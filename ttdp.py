@@ -4451,7 +4451,6 @@ class Endpoint(rpc.DevicePluginServicer):
             for question in request.container_requests:
                 ids = self._allocator.prefer(self._resource, question, self._devices.ids)
                 response.container_responses.add(deviceIDs=ids)
-                await asyncio.sleep(0)  # a request can have thousands of questions
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
