@@ -32,6 +32,19 @@ async def status_of(daemon: RunningDaemon) -> int:
     return await asyncio.wait_for(daemon.ended(), PATIENCE)
 
 
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of the times at which turns begin."""
+    found, check = list[float](), ttdp.PluginDirectory.check
+
+    def count(directory: ttdp.PluginDirectory) -> None:
+        found.append(time.monotonic())
+        check(directory)
+
+    monkeypatch.setattr(ttdp.PluginDirectory, "check", count)
+    return found
+
+
 async def test_hot_plug_reaches_the_kubelet_by_events(
     node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
 ) -> None:
@@ -185,17 +198,11 @@ async def test_no_device_is_an_error_if_that_is_configured(
 
 
 async def test_the_first_list_has_every_chip_and_nothing_spins_before_it(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, turns: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Each has answered, or had the time to; one whose reading takes too long is unhealthy then."""
     monkeypatch.setattr(ttdp, "READ_TIMEOUT", 0.5)
-    turns, check = list[bool](), ttdp.PluginDirectory.check
-
-    def count(directory: ttdp.PluginDirectory) -> None:
-        turns.append(True)
-        check(directory)
-
-    monkeypatch.setattr(ttdp.PluginDirectory, "check", count)
     quick, slow = node.add("n150") + node.add("n150")
     slow.block()
     await start(interval=AN_HOUR)
@@ -223,6 +230,28 @@ async def test_a_manager_that_does_not_take_the_readiness_is_told_again(
     assert daemon.notes.count("READY=1") == 1 and not daemon.refused_notes
 
 
+async def test_files_for_others_are_looked_at_once_after_each_scan(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, turns: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """When its readings are there. Turns for anything else cost less."""
+    looks: list[str] = []
+    monkeypatch.setattr(ttdp.OutputFiles, "keep", lambda _, path, text: looks.append(path))
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    await daemon.ready()
+
+    for _ in range(3):
+        turns.clear()
+        await kubelet.manager.write_checkpoint()
+        await until(lambda: turns)
+    assert looks == [
+        f"{daemon.settings.cdi_dir}/{ttdp.CDI_FILE}",
+        f"{daemon.settings.labels_dir}/{ttdp.LABELS_FILE}",
+    ]
+
+
 # -- the watchdog ----------------------------------------------------------------------------------
 
 
@@ -242,23 +271,24 @@ async def test_the_watchdog_is_fed_in_half_its_time_whatever_the_interval_of_pol
     assert not daemon.notified("WATCHDOG=1")
 
 
-@pytest.mark.parametrize(("metrics", "poll"), [(AN_HOUR, 0.05), (0.05, AN_HOUR)])
+@pytest.mark.parametrize(("metrics", "poll"), [(AN_HOUR, 0.05), (0.05, AN_HOUR), (0.05, 0.05)])
 async def test_the_metrics_file_is_written_every_15_seconds_whatever_the_interval_of_polls(
     start: StartDaemon, monkeypatch: pytest.MonkeyPatch, metrics: float, poll: float
 ) -> None:
-    """The first one at once."""
+    """The first one at once; none without a path."""
     assert ttdp.METRICS_INTERVAL == 15.0
     monkeypatch.setattr(ttdp, "METRICS_INTERVAL", metrics)
     writings: list[str] = []
     monkeypatch.setattr(ttdp.OutputFiles, "write", lambda _, path, text: writings.append(path))
-    daemon = await start(interval=poll)
+    others = {"metrics_file": ""} if metrics == poll else {}
+    daemon = await start(interval=poll, **others)
 
     if poll == AN_HOUR:
         await until(lambda: len(writings) > 3)
         assert daemon.polls == 1
     else:
         await polls(daemon)
-        assert writings == [daemon.settings.metrics_file]
+        assert writings == ([] if others else [daemon.settings.metrics_file])
 
 
 # -- its own errors --------------------------------------------------------------------------------
@@ -274,6 +304,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     """
     assert ttdp.RETRY_TICK == 1.0
     monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.0)
     (chip,) = node.add("n150")
     daemon = await start({"WATCHDOG_USEC": "1"}, interval=AN_HOUR)
     await kubelet.registered(N150)
@@ -301,6 +332,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     assert daemon.polls == before and await daemon.metrics()
     first, second = [line for line in caplog.messages if "the node's state" in line]
     assert EMFILE in first and second == "the node's state can be read again"
+    assert errors(caplog) == []
 
 
 async def test_the_next_turn_does_what_a_failed_one_has_not_done(
@@ -368,6 +400,26 @@ async def test_a_turn_with_an_error_that_nobody_has_foreseen_is_logged_and_follo
         assert not daemon.notified("WATCHDOG=1")
 
     await until(lambda: daemon.notified("WATCHDOG=1"))
+
+
+async def test_what_keeps_holds_from_being_known_is_in_the_status(
+    node: SimulatedNode, start: StartDaemon, directory: Path
+) -> None:
+    """A checkpoint that cannot be read, until it can be; a kubelet whose pods have no cgroups."""
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
+        kubelet.corrupt("garbage")
+        await until(lambda: f"{ttdp.CHECKPOINT} cannot be read: " in daemon.status)
+        assert "; the kubelet writes it again when the next pod starts" in daemon.status
+        await kubelet.manager.write_checkpoint()
+        await until(lambda: daemon.status.endswith(ttdp.REGISTERED))
+
+    shutil.rmtree(node.root / "sys/fs/cgroup")
+    async with Kubelet(directory) as other:
+        await other.registered(N150)
+        await until(lambda: "give kubelet and container runtime the same cgroup" in daemon.status)
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------
