@@ -4333,15 +4333,9 @@ class Endpoint(rpc.DevicePluginServicer):
     """The socket of one registration, and the calls on it."""
 
     def __init__(
-        self,
-        resource: str,
-        directory: str,
-        kubelet: FileStamp,
-        devices: AdvertisedList,
-        allocator: Allocator,
+        self, resource: str, directory: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
-        """`directory`: the kubelet's; `kubelet`: its socket, with which this one registers."""
-        self.kubelet = kubelet
+        """`directory`: the kubelet's."""
         self.has_stream = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._resource = resource
@@ -4352,6 +4346,7 @@ class Endpoint(rpc.DevicePluginServicer):
 
         self._path = f"{directory}/{new_socket_name(resource)}"
         self._own: FileStamp | None = None  # of this socket
+        self._kubelet: FileStamp | None = None  # of the kubelet's, at Register
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
@@ -4371,11 +4366,11 @@ class Endpoint(rpc.DevicePluginServicer):
         """
         was_open = self._newest is not None
         await stop(self._server, grace)
-        if was_open and grace is None and self.has_kubelet():
+        if was_open and grace is None:
             await asyncio.sleep(STREAM_DELAY)
 
     async def register(self) -> Ended | None:
-        """Call Register with the name of the socket; return how that fails.
+        """Call Register with the name of the socket; return how that fails. Raises OSError.
 
         A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
         """
@@ -4385,8 +4380,9 @@ class Endpoint(rpc.DevicePluginServicer):
             resource_name=self._resource,
             options=PLUGIN_OPTIONS,
         )
-        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
-        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
+        kubelet = f"{self._directory}/{KUBELET_SOCKET}"
+        self._kubelet = file_stamp(kubelet)
+        async with grpc.aio.insecure_channel(f"unix:{kubelet}", CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
@@ -4400,19 +4396,17 @@ class Endpoint(rpc.DevicePluginServicer):
                 return Ended(f"kubelet rejected Register: {grpc_message(error)}")
         return None
 
-    def has_kubelet(self) -> bool:
-        """Return whether kubelet.sock is the one with which it registers; raises OSError."""
-        return file_stamp(f"{self._directory}/{KUBELET_SOCKET}") == self.kubelet
-
     def look(self) -> None:
-        """Look whether both sockets are the same as at Register; raises OSError.
+        """Look whether both sockets are the same as at Register, if that was; raises OSError.
 
         While there is no kubelet.sock, an open stream keeps working.
         """
         kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
-        if kubelet not in (None, self.kubelet):
+        if kubelet is None or self._kubelet is None:
+            return
+        if kubelet != self._kubelet:
             self.lose("the kubelet has restarted; registering again")
-        elif kubelet and self._own and file_stamp(self._path) != self._own:
+        elif file_stamp(self._path) != self._own:
             self.lose("the plugin's socket was deleted; registering again")
 
     def lose(self, reason: str) -> None:
@@ -4549,11 +4543,10 @@ class KubeletSession:
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
         path = f"{self._directory}/{KUBELET_SOCKET}"
-        kubelet = file_stamp(path)
-        if kubelet is None:
+        if file_stamp(path) is None:
             return Ended(f"waiting for kubelet ({path} does not exist)", is_failure=False)
 
-        endpoint = Endpoint(self.name, self._directory, kubelet, self._devices, self._allocator)
+        endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
         self._endpoint = endpoint
         try:
             await endpoint.open()
