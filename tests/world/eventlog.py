@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ class Event:
     def line(self) -> str:
         """Return `kind key=value …`, for people."""
         return " ".join([self.kind, *(f"{key}={value}" for key, value in self.fields.items())])
+
+    def json(self) -> str:
+        """Return the event as one line of JSON."""
+        return json.dumps({"event": self.kind, "at": self.at, **self.fields})
 
 
 class EventLog:

@@ -21,7 +21,9 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import stat
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -607,3 +609,36 @@ class _Registration:
 
         kubelet.log.record("registered", **who)
         return pb.Empty()
+
+
+# ------------------------------------------------------------------------------ as a process
+
+
+async def _serve(directory: str) -> None:
+    """Print events as JSON lines and obey lines `admit POD RESOURCE=N`, until a signal."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    kubelet = Kubelet(directory, on_event=lambda event: print(event.json(), flush=True))
+    admissions = set()
+
+    async def admit(pod: str, resource: str, number: str) -> None:
+        with contextlib.suppress(AdmissionError):  # printed as "rejected"
+            await kubelet.admit(pod, "main", {resource: int(number)})
+
+    def read_lines() -> None:
+        block = os.read(0, 4096)
+        if not block:
+            loop.remove_reader(0)
+        for line in block.decode().splitlines():
+            _, pod, wish = line.split()
+            admissions.add(loop.create_task(admit(pod, *wish.split("="))))
+
+    async with kubelet:
+        loop.add_reader(0, read_lines)
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[-1]))
