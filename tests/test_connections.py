@@ -1,156 +1,167 @@
-"""Connections: metrics for Prometheus on a socket of systemd's, and the view for commands."""
+"""The status socket and the metrics socket: who is answered, and that nobody delays others."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import re
+import os
 import socket
 import stat
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ttdp
 from tests.conftest import StartDaemon, no_descriptors
-from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, outlets, until
+from tests.world.processes import until
+from tests.world.simulation import RunningDaemon
 
-N150 = "tenstorrent.com/n150"
-GET = b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n"
-OK, NOT_FOUND = "HTTP/1.1 200 OK", "HTTP/1.1 404 Not Found"
+AN_HOUR = 3600.0
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
-    """The socket that systemd passes to daemons, of which the first one closes it."""
-    found = socket.create_server(("127.0.0.1", 0))
-    passed = {"metrics": [found]}
-    monkeypatch.setattr(ttdp.ServiceManager, "sockets", lambda _, name: passed.get(name, []))
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Give the metrics socket, which systemd passes to the daemon."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        found.listen()
+        found.setblocking(False)
+        copies = {"metrics": [found.dup()]}
+        monkeypatch.setattr(ttdp.ServiceManager, "sockets", lambda _, name: copies.get(name, []))
+        yield found
+
+
+@pytest.fixture
+async def daemon(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path, listening: socket.socket
+) -> RunningDaemon:
+    """Return a daemon with a card, and both sockets."""
+    node.add("n150")
+    found = await start(interval=AN_HOUR, runtime_dir=str(short_tmp))
+    await found.ready()
     return found
 
 
-async def answer(listening: socket.socket, request: bytes = GET) -> tuple[str, str]:
-    """Return the status line and the body."""
-    reader, writer = await asyncio.open_connection(*listening.getsockname())
-    writer.write(request)
-    text = (await asyncio.wait_for(reader.read(), PATIENCE)).decode()
+def status_socket(daemon: RunningDaemon) -> Path:
+    return Path(f"{daemon.settings.runtime_dir}/{ttdp.STATUS_SOCKET}")
+
+
+async def view(daemon: RunningDaemon) -> dict[str, object]:
+    reader, writer = await asyncio.open_unix_connection(status_socket(daemon))
+    found: dict[str, object] = json.loads(await reader.read())
     writer.close()
-    head, _, body = text.partition("\r\n\r\n")
-    length = re.search(r"Content-Length: (\d+)", head)
-    assert length is None or int(length[1]) == len(body.encode())
-    return head.split("\r\n")[0], body
+    return found
 
 
-async def scrape(listening: socket.socket) -> dict[str, float]:
-    """Return the value of each series."""
-    lines = [line.rsplit(" ", 1) for line in (await answer(listening))[1].splitlines()]
-    return {series: float(value) for series, value in lines if not series.startswith("#")}
+async def request(listening: socket.socket, text: bytes) -> tuple[str, dict[str, str], str]:
+    """Return first line, header and text of an answer; empty ones if there is none."""
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(text)
+    answer = (await reader.read()).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    return first, dict(line.split(": ", 1) for line in lines), body
 
 
-async def test_what_the_daemon_does_is_counted_from_zero(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, listening: socket.socket
+async def test_each_connection_to_the_status_socket_gets_the_view_of_that_moment(
+    node: SimulatedNode, daemon: RunningDaemon
 ) -> None:
-    """Registrations, and allocations by result; the file has the same as the socket."""
-    _, second = node.add("n150") + node.add("n150")
-    await kubelet.stop()
-    daemon = await start(interval=3600)
-    await daemon.ready()
-    resource = f'resource="{N150}"'
-    counters = [
-        f"tt_kubelet_registered{{{resource}}}",
-        f"tt_kubelet_registrations_total{{{resource}}}",
-        f'tt_allocations_total{{{resource},result="granted"}}',
-        f'tt_allocations_total{{{resource},result="refused"}}',
-    ]
-    found = await scrape(listening)
-    assert [found[counter] for counter in counters] == [0, 0, 0, 0]
-    assert abs(found["tt_plugin_start_time_seconds"] - time.time()) < PATIENCE
+    """One JSON object; only root may ask. A former daemon's socket is in nobody's way."""
+    before = await view(daemon)
+    assert before["program"] == "tt-device-plugin" and before["status"] == daemon.status
+    assert stat.S_IMODE(status_socket(daemon).stat().st_mode) == 0o600
 
-    await kubelet.start()
-    await kubelet.registered(N150)
-    await kubelet.admit("train", "main", {N150: 1})
-    node.on_uevent = None
-    second.device_node.unlink()
-    with pytest.raises(AdmissionError):
-        await kubelet.admit("other", "main", {N150: 1})
-
-    found = await scrape(listening)
-    assert [found[counter] for counter in counters] == [1, 1, 1, 1]
-
-
-async def test_without_a_look_at_the_node_the_file_grows_old_and_requests_get_503(
-    node: SimulatedNode, start: StartDaemon, directory: Path, listening: socket.socket,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Figures are never passed off as newer than they are."""
-    file = Path(outlets(directory.parent)["metrics_file"])
-    file.parent.mkdir()
-    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.01)
-    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.01)
     node.add("n150")
-    daemon = await start(interval=0.02)
-    await until(file.exists)
+    await until(lambda: "2 × " in daemon.status)
+    assert (await view(daemon))["status"] == daemon.status
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.listdir", no_descriptors)
-        await until(lambda: daemon.host.unreadable)
-        written = file.stat().st_mtime_ns
-        unavailable = "HTTP/1.1 503 Service Unavailable"
-        assert await answer(listening) == (unavailable, "the node's state cannot be read\n")
-        assert file.stat().st_mtime_ns == written
-
-    await until(lambda: file.stat().st_mtime_ns > written)
-    assert (await answer(listening))[0] == OK
+    await daemon.stop()
+    assert not status_socket(daemon).exists()
 
 
-async def test_each_connection_by_itself_is_answered_or_closed(
-    node: SimulatedNode, start: StartDaemon, listening: socket.socket,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Other requests get 404; one that is too long or has no end gets nothing, nor a line."""
-    monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", 1.0)
-    daemon = await start(interval=3600)
+async def test_without_a_status_socket_the_daemon_works(
+    node: SimulatedNode, start: StartDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line has the reason, and what it means."""
+    daemon = await start(interval=AN_HOUR, runtime_dir=str(tmp_path / "missing"))
     await daemon.ready()
-    caplog.clear()
 
-    with socket.create_connection(listening.getsockname()):  # it says nothing
-        assert (await answer(listening, b"GET /metrics?x=1 HTTP/1.0\r\n\r\n"))[0] == OK
-        for request in (
-            b"POST /metrics HTTP/1.1\r\n\r\n",
-            b"GET /metricsx \r\n\r\n",
-            b"\xff\r\n\r\n",
-        ):
-            assert await answer(listening, request) == (NOT_FOUND, "use GET /metrics\n")
-        assert await answer(listening, b"GET /metrics HTTP/1.1\r\nX: ") == ("", "")
-        with contextlib.suppress(ConnectionResetError):
-            assert await answer(listening, b"x" * 100_000) == ("", "")
+    reason = "No such file or directory; list, check and fix cannot reach this daemon"
+    line = f"cannot open the status socket {status_socket(daemon)}: {reason}"
+    assert caplog.messages.count(line) == 1
+
+
+async def test_a_resource_that_a_running_kubelet_does_not_have_is_a_fault_of_the_view(
+    daemon: RunningDaemon, directory: Path
+) -> None:
+    """Without kubelet.sock there is none to register with."""
+    text = "not registered: waiting for kubelet"
+    assert not [each for each in daemon.view()["problems"] if text in each["problem"]]
+
+    (directory / "kubelet.sock").touch()
+
+    (problem,) = (each for each in daemon.view()["problems"] if text in each["problem"])
+    assert (problem["subject"], problem["level"]) == ("tenstorrent.com/n150", "FAIL")
+
+
+async def test_get_metrics_is_answered_and_any_other_request_gets_404(
+    daemon: RunningDaemon, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As HTTP wants it; 503 while the node cannot be read: figures would be old."""
+    for path in (b"/metrics", b"/metrics?name=up"):
+        first, header, text = await request(listening, b"GET " + path + b" HTTP/1.1\r\n\r\n")
+        assert first == "HTTP/1.1 200 OK" and 'tt_device_healthy{device="0000:01:00.0"} 1' in text
+        assert header["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert (
+            int(header["Content-Length"]) == len(text.encode()) and header["Connection"] == "close"
+        )
+
+    for line in (b"GET / HTTP/1.1", b"POST /metrics HTTP/1.1", b"GET /metricsx HTTP/1.1"):
+        first, _, text = await request(listening, line + b"\r\n\r\n")
+        assert (first, text) == ("HTTP/1.1 404 Not Found", "use GET /metrics\n")
+
+    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.1)
+    monkeypatch.setattr(ttdp, "scan", no_descriptors)
+    daemon.daemon.reload()
+    await until(lambda: "cannot read the node's state" in daemon.status)
+    first, _, text = await request(listening, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert first == "HTTP/1.1 503 Service Unavailable" and "cannot be read" in text
+
+
+@pytest.mark.parametrize("text", [b"", b"GET /metrics HTTP/1.1\r\n", b"x" * 100_000])
+async def test_a_request_that_is_not_complete_costs_only_its_connection(
+    daemon: RunningDaemon, listening: socket.socket, monkeypatch: pytest.MonkeyPatch, text: bytes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It is closed after its time, or when its head is too long; others are answered meanwhile."""
+    assert ttdp.CONNECTION_TIMEOUT == 5.0
+    monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", 0.3)
+    _, half = await asyncio.open_connection(*listening.getsockname())
+    half.write(b"GET /metr")
+    half.write_eof()  # it will send no more
+
+    with contextlib.suppress(ConnectionResetError):
+        waiting = asyncio.ensure_future(request(listening, text))
+        assert (await request(listening, b"GET /metrics HTTP/1.1\r\n\r\n"))[0].endswith("200 OK")
+        assert (await waiting)[0] == ""
+    half.close()
     assert caplog.messages == []
 
 
-async def test_a_client_of_the_view_that_stops_reading_delays_nobody(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, short_tmp: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Its view is larger than a socket's buffer; it is root's, and gone with the daemon."""
-    monkeypatch.setattr(ttdp, "PROGRAM", "x" * 1_000_000)
-    node.add("n150")
-    daemon = await start(interval=3600, runtime_dir=str(short_tmp))
-    await kubelet.registered(N150)
-    path = short_tmp / ttdp.STATUS_SOCKET
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+async def test_a_reader_that_stops_reading_delays_nobody_and_is_dropped(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much there is to send: its descriptor goes after its time."""
+    monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", 0.3)
+    much = "x" * 10_000_000
+    monkeypatch.setattr(ttdp.Reporter, "view", lambda _: {"status": much})
+    before = len(os.listdir("/proc/self/fd"))
 
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
-        await asyncio.to_thread(client.recv, 1)
-        await kubelet.admit("pod", "main", {N150: 1})
-        reader, writer = await asyncio.open_unix_connection(str(path))
-        view = json.loads(await asyncio.wait_for(reader.read(), PATIENCE))
-        writer.close()
-
-    assert view["chips"][0]["pods"]
-    await daemon.stop()
-    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.connect(str(status_socket(daemon)))
+        assert (await view(daemon))["status"] == much
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
