@@ -66,7 +66,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from io import TextIOWrapper
 from itertools import accumulate, chain, combinations, count
 from math import inf
@@ -741,6 +741,7 @@ class PciFunction(NamedTuple):
 Bus = dict[str, PciFunction | None]
 
 
+@cache
 def address_numbers(address: str) -> tuple[int, ...]:
     """Return domain, bus, device and function of a PCI address: chips are sorted by them."""
     return tuple(int(part, 16) for part in re.split("[:.]", address))
@@ -966,8 +967,9 @@ READ_TIMEOUT = 5.0  # seconds; the driver can block for ten, and on a starved ho
 
 # A register that reads as ones; the driver converts it like any value. Of the attributes, the first
 # that exists decides: drivers before 2.7 have no heartbeat.
+ONES = str(2**32 - 1)
 ALL_ONES = {
-    "tt_heartbeat": str(2**32 - 1),
+    "tt_heartbeat": ONES,
     "tt_serial": "F" * 16,
     "tt_asic_id": "F" * 16,
 }
@@ -1133,7 +1135,7 @@ def with_telemetry(reading: Reading, texts: Mapping[str, str]) -> Reading:
         heartbeat=to_integer(texts.get("tt_heartbeat")),
         temperature=to_celsius(texts.get("temp1_input", "")),
         throttles_at=to_celsius(texts.get("temp1_max", "")),
-        trips=to_integer(texts.get("tt_therm_trip_count")),
+        trips=to_count(texts.get("tt_therm_trip_count", "")),
     )
 
 
@@ -1156,6 +1158,11 @@ def to_version(text: str) -> str | None:
     """Return a firmware's version; None for other texts, and for a value of a reset."""
     is_of_reset = text.startswith(("0.0.0.0", "255.255."))
     return text if VERSION.fullmatch(text) and not is_of_reset else None
+
+
+def to_count(text: str) -> int | None:
+    """Return a counter; None for any other text, and for the value of a dead chip."""
+    return None if text == ONES else to_integer(text)
 
 
 def to_celsius(text: str) -> float | None:
@@ -1335,6 +1342,7 @@ def judge(
 # ==== CHIPS: followed over time ===================================================================
 
 
+@cache
 def board_of_card(card: str) -> str:
     """Return "p150" for "p150a"."""
     return re.sub(r"^([a-z]+\d+)[a-z]$", r"\1", card)
@@ -3773,14 +3781,12 @@ OUR_PCI_ID = f"\0PCI_ID={VENDOR:04X}:".encode()
 KUBELET_SOCKET = "kubelet.sock"  # in the kubelet's directory; each kubelet creates a new one
 SOCKET_PREFIX = "tt-"  # of the daemon's sockets in that directory
 
-# inotify(7): events of a directory's entries, then of the directory itself; a flag.
+# inotify(7): events of a directory's entries, then of the directory itself.
 IN_MOVED_FROM = 0x40
 IN_MOVED_TO = 0x80
 IN_CREATE = 0x100
 IN_DELETE = 0x200
-IN_DELETE_SELF = 0x400
 IN_MOVE_SELF = 0x800
-IN_ONLYDIR = 0x0100_0000
 INOTIFY_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -3845,8 +3851,8 @@ class DirectoryError(Exception):
 class PluginDirectory:
     """The kubelet's device plugin directory: locked by one daemon, and watched."""
 
-    ENTRIES = IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE
-    ITSELF = IN_DELETE_SELF | IN_MOVE_SELF | IN_ONLYDIR
+    # Not IN_DELETE_SELF: it does not come while the directory is open, for the lock.
+    EVENTS = IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE | IN_MOVE_SELF
 
     def __init__(self, path: str, wake: Wake) -> None:
         self.path = path
@@ -3918,9 +3924,8 @@ class PluginDirectory:
                 asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor)
 
         if self._inotify is not None:
-            mask = ctypes.c_uint32(self.ENTRIES | self.ITSELF)
             path = os.fsencode(self.path)
-            self.is_watched = _libc.inotify_add_watch(self._inotify, path, mask) >= 0
+            self.is_watched = _libc.inotify_add_watch(self._inotify, path, self.EVENTS) >= 0
 
     def take_changes(self) -> bool:
         """Return whether files of others have come or gone since the last call, or may have."""
@@ -4341,7 +4346,6 @@ class Endpoint(rpc.DevicePluginServicer):
         self, resource: str, directory: str, devices: AdvertisedList, allocator: Allocator
     ) -> None:
         """`directory`: the kubelet's."""
-        self.kubelet = file_stamp(f"{directory}/{KUBELET_SOCKET}")  # with which it registers
         self.has_stream = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._resource = resource
@@ -4352,6 +4356,7 @@ class Endpoint(rpc.DevicePluginServicer):
 
         self._path = f"{directory}/{new_socket_name(resource)}"
         self._own: FileStamp | None = None  # of this socket
+        self._kubelet: FileStamp | None = None  # of the kubelet's, at Register
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
@@ -4371,11 +4376,11 @@ class Endpoint(rpc.DevicePluginServicer):
         """
         was_open = self._newest is not None
         await stop(self._server, grace)
-        if was_open and grace is None and self.has_kubelet():
+        if was_open and grace is None:
             await asyncio.sleep(STREAM_DELAY)
 
     async def register(self) -> Ended | None:
-        """Call Register with the name of the socket; return how that fails.
+        """Call Register with the name of the socket; return how that fails. Raises OSError.
 
         A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
         """
@@ -4385,8 +4390,9 @@ class Endpoint(rpc.DevicePluginServicer):
             resource_name=self._resource,
             options=PLUGIN_OPTIONS,
         )
-        kubelet = f"unix:{self._directory}/{KUBELET_SOCKET}"
-        async with grpc.aio.insecure_channel(kubelet, CHANNEL_OPTIONS) as channel:
+        kubelet = f"{self._directory}/{KUBELET_SOCKET}"
+        self._kubelet = file_stamp(kubelet)
+        async with grpc.aio.insecure_channel(f"unix:{kubelet}", CHANNEL_OPTIONS) as channel:
             stub = rpc.RegistrationStub(channel)  # type: ignore[no-untyped-call]
             try:
                 await stub.Register(request, timeout=REGISTER_TIMEOUT)
@@ -4400,19 +4406,17 @@ class Endpoint(rpc.DevicePluginServicer):
                 return Ended(f"kubelet rejected Register: {grpc_message(error)}")
         return None
 
-    def has_kubelet(self) -> bool:
-        """Return whether kubelet.sock is the one with which it registers; raises OSError."""
-        return file_stamp(f"{self._directory}/{KUBELET_SOCKET}") == self.kubelet
-
     def look(self) -> None:
-        """Look whether both sockets are the same as at Register; raises OSError.
+        """Look whether both sockets are the same as at Register, if that was; raises OSError.
 
         While there is no kubelet.sock, an open stream keeps working.
         """
         kubelet = file_stamp(f"{self._directory}/{KUBELET_SOCKET}")
-        if kubelet not in (None, self.kubelet):
+        if kubelet is None or self._kubelet is None:
+            return
+        if kubelet != self._kubelet:
             self.lose("the kubelet has restarted; registering again")
-        elif kubelet and self._own and file_stamp(self._path) != self._own:
+        elif file_stamp(self._path) != self._own:
             self.lose("the plugin's socket was deleted; registering again")
 
     def lose(self, reason: str) -> None:
@@ -4451,7 +4455,6 @@ class Endpoint(rpc.DevicePluginServicer):
             for question in request.container_requests:
                 ids = self._allocator.prefer(self._resource, question, self._devices.ids)
                 response.container_responses.add(deviceIDs=ids)
-                await asyncio.sleep(0)  # a request can have thousands of questions
         return response
 
     async def Allocate(self, request: Any, context: Context) -> Any:
@@ -4495,7 +4498,7 @@ class KubeletSession:
         self._wake = wake
 
         self._devices = AdvertisedList()
-        self._endpoint: Endpoint | None = None  # while Register is under way or has succeeded
+        self._endpoint: Endpoint | None = None  # of the present attempt
         self._disturbed = asyncio.Event()  # something has changed since the last attempt began
         self._grace: float | None = None  # at the daemon's end, calls have some time
         self._is_closing = False
@@ -4549,13 +4552,14 @@ class KubeletSession:
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
+        path = f"{self._directory}/{KUBELET_SOCKET}"
+        if file_stamp(path) is None:
+            return Ended(f"waiting for kubelet ({path} does not exist)", is_failure=False)
+
         endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
-        if endpoint.kubelet is None:
-            why = f"{self._directory}/{KUBELET_SOCKET} does not exist"
-            return Ended(f"waiting for kubelet ({why})", is_failure=False)
+        self._endpoint = endpoint
         try:
             await endpoint.open()
-            self._endpoint = endpoint
             registering = asyncio.create_task(self._register(endpoint))
             ends: list[asyncio.Future[Any]] = [endpoint.lost, registering]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -4642,6 +4646,7 @@ class Reporter:
         self._sessions = sessions
         self._started = time.time()
         self._servers: list[asyncio.Server] = []
+        self._path: str | None = None  # of the status socket, once it is this daemon's
 
     async def open(self, metrics_sockets: Iterable[socket.socket]) -> None:
         """Serve metrics on these sockets, and the view on the status socket."""
@@ -4656,6 +4661,7 @@ class Reporter:
             try:
                 server = await asyncio.start_unix_server(self._limited(self._send_view), path)
                 self._servers.append(server)
+                self._path = path
                 os.chmod(path, 0o600)
             except OSError as error:
                 reason = f"{error.strerror or error}; list, check and fix cannot reach this daemon"
@@ -4664,9 +4670,9 @@ class Reporter:
     def close(self) -> None:
         for server in self._servers:
             server.close()
-        if directory := self._host.settings.runtime_dir:
+        if self._path:
             with suppress(OSError):
-                os.unlink(f"{directory}/{STATUS_SOCKET}")
+                os.unlink(self._path)
 
     def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
         """Return the status line, with the node's problems."""
@@ -4707,18 +4713,20 @@ class Reporter:
     def _limited(self, answer: Responder) -> Responder:
         """Return a callback for a server, by which a slow client delays only itself."""
 
+        async def answer_all(reader: StreamReader, writer: StreamWriter) -> None:
+            await answer(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+
         async def serve(reader: StreamReader, writer: StreamWriter) -> None:
-            try:
-                with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
-                    await asyncio.wait_for(answer(reader, writer), CONNECTION_TIMEOUT)
-            finally:
-                writer.close()
+            with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
+                await asyncio.wait_for(answer_all(reader, writer), CONNECTION_TIMEOUT)
+            writer.transport.abort()  # else one that does not read keeps its descriptor
 
         return serve
 
     async def _send_view(self, reader: StreamReader, writer: StreamWriter) -> None:
         writer.write(json.dumps(self.view()).encode())
-        await writer.drain()
 
     async def _send_metrics(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Read one request, and answer it; nothing to a client that sends none."""
@@ -4741,7 +4749,6 @@ class Reporter:
             "Connection: close",
         ]
         writer.write("\r\n".join([*lines, "", text]).encode())
-        await writer.drain()
 
 
 # ==== DAEMON: observe, decide, apply ==============================================================
@@ -4788,7 +4795,7 @@ class Daemon:
         self._conditions: Mapping[str, Condition] = {}  # that the log has
         self._exit_status: int | None = None
         # When something is due, in seconds of the monotonic clock.
-        self._due = {"poll": -inf, "scan": inf, "metrics": inf, "watchdog": -inf}
+        self._due = {"poll": -inf, "scan": inf, "metrics": -inf, "watchdog": -inf}
         self._scanned_at = -inf
         self._binding_since = inf
 
@@ -4862,9 +4869,9 @@ class Daemon:
         """Return the seconds until the next turn, if no event comes before."""
         if self.host.unreadable:
             return RETRY_TICK
-        due = [*self._due.values(), self.host.readers.due(now)]
         if self._stage is not Stage.READY:
-            due.append(now + START_TICK)
+            return START_TICK
+        due = [*self._due.values(), self.host.readers.due(now)]
         if not self._directory.is_watched:
             due.append(now + RETRY_TICK)
         return max(0.0, min(due) - now)
@@ -4974,7 +4981,6 @@ class Daemon:
             files.keep(f"{settings.cdi_dir}/{CDI_FILE}", cdi_file(decision))
         if settings.labels_dir:
             files.keep(f"{settings.labels_dir}/{LABELS_FILE}", labels_file(decision))
-        self._due["metrics"] = min(self._due["metrics"], self._scanned_at)
 
     def _write_metrics(self) -> None:
         """Write the metrics file, if its directory exists; else it is left to grow old."""

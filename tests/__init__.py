@@ -10,13 +10,12 @@ Run them:
 
 Layout, by chapter of ttdp.py:
 
-    CONFIGURATION                     test_config
+    CONFIGURATION                     test_config, test_golden
     INVENTORY                         test_inventory
     HEALTH                            test_health
     CHIPS                             test_chips: over time; test_resources: their places
     RESOURCES, DECISION               test_resources
-    HOLDS                             test_holds, test_holds_explored, test_ownership,
-                                      test_migration
+    HOLDS                             test_holds, test_holds_explored, test_ownership
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
     CONTAINER EDITS, CDI AND LABELS   test_reports
@@ -25,12 +24,11 @@ Layout, by chapter of ttdp.py:
     FILES                             test_files
     SYSTEMD                           test_systemd
     KERNEL EVENTS                     test_events
-    HOST, DAEMON                      test_daemon
-    REQUESTS                          test_requests
-    REGISTRATION                      test_session
-    POD RESOURCES                     test_ownership
+    HOST, DAEMON                      test_daemon, test_reload
+    REQUESTS                          test_requests, test_container_starts
+    REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
-    COMMAND LINE                      test_cli, test_list, test_check, test_fix
+    COMMAND LINE                      test_golden, test_cli, test_list, test_check, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_postinst, test_sbom, test_make
@@ -38,9 +36,9 @@ Layout, by chapter of ttdp.py:
 
 Where a new test goes: to the chapter that it is about, into the nearest world in which its promise
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
-simulated node (the example below), what a command prints by commands.py; what only a real kubelet,
-runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if they find
-other faults, as these:
+simulated node (the example below), what a command prints by a case of golden.py; what only a real
+kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if
+they find other faults, as these:
 
     who has a chip      test_holds: rules, each alone; test_holds_explored: any order of events, in
                         one book of holds; test_ownership: that calls and loop obey the book;
@@ -56,6 +54,7 @@ Helpers:
 
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
+    golden.py          cases of what is printed, as texts in golden/; --update-golden writes them
     documents.py       README and its like: their examples, which tests run
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
     world/node.py      sysfs, /dev and /proc of a machine with cards

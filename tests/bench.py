@@ -481,17 +481,13 @@ async def calls(bench: Bench) -> list[Row]:
 
 async def starts(bench: Bench) -> list[Row]:
     """PreStartContainer that does not wait: the device's only pod starts again and again."""
-    (bench.home / "state.json").unlink(missing_ok=True)  # it has the responses of other rows
-    answered = bench.requests["Allocate"]
-    ids = answered.container_requests[0].devices_ids
-
     async with (
-        bench.both(),
+        bench.both() as (_, _, kubelet, _),
         calling(bench.directory) as ours,
         calling(bench.bare_directory) as bare,
     ):
-        await ours.Allocate(answered)
-        request = pb.PreStartContainerRequest(devices_ids=ids)
+        await kubelet.admit("pod", "main", {RESOURCE: 1})
+        request = pb.PreStartContainerRequest(devices_ids=kubelet.allocated(RESOURCE))
         row = await in_turns(bench, ours, bare, "PreStartContainer", [request])
 
     return [replace(row, what="PreStartContainer that does not wait").below(1.5)]
@@ -512,6 +508,7 @@ async def one_more_pod(bench: Bench) -> list[Row]:
     These are GetPreferredAllocation, Allocate, PreStartContainer, and the new checkpoint.
     """
     costs: list[float] = []
+    (bench.home / "locks").mkdir()
     configuration = SHARED.format(home=bench.home)
     (bench.home / "state.json").unlink(missing_ok=True)  # it has the responses of other rows
     kubelet = Kubelet(bench.directory, host=bench.node)

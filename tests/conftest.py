@@ -41,6 +41,11 @@ async def client(directory: Path, name: str | None = None) -> AsyncIterator[Any]
         yield rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
 
 
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of the log that are errors."""
+    return [record.message for record in caplog.records if record.levelname == "ERROR"]
+
+
 def no_descriptors(*_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

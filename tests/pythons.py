@@ -27,8 +27,8 @@ else:
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 PARTS = (
-    *("cli", "config", "daemon", "events", "files", "golden"),
-    *("metrics", "readers", "session", "start", "systemd"),
+    *("cli", "config", "daemon", "events", "files"),
+    *("metrics", "readers", "registration", "start", "systemd"),
 )
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # Their requirements on Python 3.10, which pip does not see if another Python runs it.

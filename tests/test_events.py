@@ -8,11 +8,9 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,31 +29,36 @@ async def take_all() -> None:
         await asyncio.sleep(0)
 
 
-async def wakes_for(monkeypatch: pytest.MonkeyPatch, message: bytes) -> bool:
-    """Return whether this message from the kernel has the loop make a turn."""
+async def wakes_for(monkeypatch: pytest.MonkeyPatch, *messages: bytes) -> int:
+    """Return how often these messages of the kernel, which wait at once, have the loop woken."""
     wakes: list[bool] = []
     kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     monkeypatch.setattr(ttdp, "open_uevent_socket", lambda: SimulatedUevents(fileno=ours.detach()))
-
     uevents = ttdp.UeventSocket(lambda: wakes.append(True))
     uevents.open()
 
-    kernel.send(message)
+    for message in messages:
+        kernel.send(message)
     await take_all()
 
     uevents.close()
     kernel.close()
-    return bool(wakes)
+    return len(wakes)
 
 
 @pytest.mark.parametrize("step", ["module-load", "rmmod", "pci-remove"])
 async def test_every_event_of_the_real_driver_wakes_the_loop(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """As captured, of class devices and PCI functions."""
+    """As captured, of class devices and PCI functions; those that wait together wake it once."""
+    ours = []
     for action, devpath, env in captured_uevents("p150ax2", step):
+        message = wire(action, devpath, env, 1)
         is_ours = "tenstorrent" in devpath or env.get("PCI_ID", "").startswith("1E52:")
-        assert await wakes_for(monkeypatch, wire(action, devpath, env, 1)) is is_ours
+        assert await wakes_for(monkeypatch, message) == is_ours
+        ours += [message] * is_ours
+
+    assert len(ours) > 1 and await wakes_for(monkeypatch, *ours[:5]) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,21 @@ async def test_every_event_of_the_real_driver_wakes_the_loop(
 )
 async def test_other_messages_do_not(monkeypatch: pytest.MonkeyPatch, message: bytes) -> None:
     """Another vendor's device, udev's own format, garbage."""
-    assert not await wakes_for(monkeypatch, message)
+    assert await wakes_for(monkeypatch, message) == 0
+
+
+async def test_without_kernel_events_the_daemon_polls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user namespace has none: one line."""
+    monkeypatch.setattr(ttdp, "open_uevent_socket", no_descriptors)
+    uevents = ttdp.UeventSocket(lambda: None)
+
+    uevents.open()
+    uevents.close()
+
+    line = "cannot receive kernel events (Too many open files); polling instead"
+    assert caplog.messages == [line]
 
 
 # -- real netlink ----------------------------------------------------------------------------------
@@ -93,23 +110,27 @@ def rename_interface(old: bytes, new: bytes) -> None:
 
 
 def has_events(send: Callable[[socket.socket], object]) -> bool:
-    """Return whether the daemon takes the messages of `send` for events of its devices."""
+    """Return whether the daemon takes the messages of `send` for events of its devices.
+
+    None of them waits any more when it says so.
+    """
     kernel = ttdp.open_uevent_socket()
     ttdp.open_uevent_socket = lambda: kernel
 
     async def receive() -> bool:
-        events: list[bool] = []
-        uevents = ttdp.UeventSocket(lambda: events.append(True))
-
+        waiting: list[bool] = []
+        uevents = ttdp.UeventSocket(
+            lambda: waiting.append(bool(select.select([kernel], [], [], 0)[0]))
+        )
         send(kernel)
         assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
 
         uevents.open()
         while select.select([kernel], [], [], 0)[0]:
             await take_all()
-
         uevents.close()
-        return bool(events)
+        assert not any(waiting)
+        return bool(waiting)
 
     return asyncio.run(receive())
 
@@ -131,38 +152,15 @@ def genuine() -> bool:
     return has_events(lambda _: rename_interface(b"lo", b"other"))
 
 
-def overrun_buffer(kernel: socket.socket) -> None:
-    """Make the kernel send more events than the socket can hold."""
-    kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    for _ in range(50):
-        rename_interface(b"lo", b"other")
-        rename_interface(b"other", b"lo")
-
-
 def overrun() -> bool:
-    return has_events(overrun_buffer)
+    def send(kernel: socket.socket) -> None:
+        """Make the kernel send more events than the socket can hold."""
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        for _ in range(50):
+            rename_interface(b"lo", b"other")
+            rename_interface(b"other", b"lo")
 
-
-def waiting_after_overrun() -> bool:
-    """Return whether events still wait when the daemon reports that some were lost."""
-    kernel = ttdp.open_uevent_socket()
-    overrun_buffer(kernel)
-    ttdp.open_uevent_socket = lambda: kernel
-
-    async def receive() -> bool:
-        reported = asyncio.get_running_loop().create_future()
-
-        def report() -> None:
-            if not reported.done():
-                reported.set_result(bool(select.select([kernel], [], [], 0)[0]))
-
-        uevents = ttdp.UeventSocket(report)
-        uevents.open()
-        is_waiting = await asyncio.wait_for(reported, PATIENCE)
-        uevents.close()
-        return bool(is_waiting)
-
-    return asyncio.run(receive())
+    return has_events(send)
 
 
 def test_only_the_kernels_messages_are_believed() -> None:
@@ -171,14 +169,9 @@ def test_only_the_kernels_messages_are_believed() -> None:
     assert alone(genuine)
 
 
-def test_lost_events_count_as_events() -> None:
-    """If the buffer overruns, the daemon looks at everything."""
+def test_lost_events_count_as_events_once_all_that_wait_are_taken() -> None:
+    """If the buffer overruns; until none waits, the kernel drops more without a second report."""
     assert alone(overrun)
-
-
-def test_all_events_are_taken_before_the_look_for_lost_ones() -> None:
-    """Until none waits, the kernel drops further ones and reports no second overrun."""
-    assert not alone(waiting_after_overrun)
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------
@@ -195,7 +188,6 @@ class Watched:
         """Wait for a wake, and return whether others' files came or went."""
         await asyncio.wait_for(self.woken.wait(), PATIENCE)
         self.woken.clear()
-        self.directory.check()
         return self.directory.take_changes()
 
 
@@ -203,7 +195,7 @@ class Watched:
 async def watched(path: Path) -> AsyncIterator[Watched]:
     found = Watched(path)
     found.directory.check()
-    found.directory.take_changes()
+    assert not found.directory.take_changes()
     yield found
     found.directory.close()
 
@@ -215,7 +207,7 @@ async def test_files_of_others_are_changes(tmp_path: Path) -> None:
 
     async with watched(tmp_path) as found:
         (tmp_path / "kubelet.sock").touch()
-        assert await found.change()
+        assert await found.change() and not found.directory.take_changes()
 
         (tmp_path / "kubelet.sock").rename(tmp_path / "b")
         assert await found.change()
@@ -237,92 +229,41 @@ async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path
     async with watched(tmp_path) as found:
         for name in ("tt-n150.1-2.sock", ".543210"):
             (tmp_path / name).touch()
-
         await take_all()
-        assert not found.woken.is_set()
+        assert not found.woken.is_set() and not found.directory.take_changes()
 
         (tmp_path / "other.sock").touch()
         assert await found.change()
 
 
-async def test_a_directory_that_is_deleted_is_created_and_watched_again(tmp_path: Path) -> None:
-    """With mode 0750, as soon as the directory around it exists again."""
-    path = tmp_path / "kubelet" / "device-plugins"
-    path.parent.mkdir()
-    async with watched(path) as found:
-        for _ in range(3):
-            assert path.stat().st_mode & 0o777 == 0o750
-            shutil.rmtree(path.parent)
-            found.directory.check()  # each turn of the loop does
-            assert found.directory.problem and not path.parent.exists()
-
-            path.parent.mkdir()
-            found.directory.check()
-            found.directory.take_changes()
-            (path / "kubelet.sock").touch()
-            while not await found.change():
-                pass
-
-
-async def test_a_new_directory_that_cannot_be_opened_ends_the_daemon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its status: the descriptor of the former one is closed once."""
-    path = tmp_path / "a"
-    async with watched(path) as found:
-        path.rename(tmp_path / "b")
-
-        with monkeypatch.context() as patch, pytest.raises(ttdp.DirectoryError) as error:
-            patch.setattr("os.open", no_descriptors)
-            found.directory.check()
-    assert error.value.args[0] == 74 and "Too many open files" in error.value.args[1]
-
-
 @pytest.mark.parametrize("call", ["inotify_init1", "inotify_add_watch"])
-@pytest.mark.parametrize("moment", ["at the start", "later"])
-async def test_a_watch_that_is_refused_is_one_line_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    call: str, moment: str,
-) -> None:  # fmt: skip
-    """All instances or watches of the user can be in use for a moment, also much later.
-
-    Until then, and between the last look and the watch, changes are found without events.
-    """
-    path = tmp_path / "kubelet" / "device-plugins"
-    found = Watched(path)
-    if moment == "later":
-        found.directory.check()
-        assert found.directory.problem
-
-    path.parent.mkdir()
+async def test_a_watch_that_is_refused_is_tried_again_at_each_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """All instances or watches of the user can be in use. Until then each look is a change."""
+    found = Watched(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(ttdp._libc, call, lambda *_: -1)
         for _ in range(3):
             found.directory.check()
+            assert not found.directory.is_watched and found.directory.take_changes()
 
-        found.directory.take_changes()
-        kubelet = path / "kubelet.sock"
-        for change in (kubelet.touch, partial(os.utime, kubelet, (0, 0)), kubelet.unlink):
-            change()  # it can be another kubelet's within one interval
-            found.directory.check()
-            assert found.directory.take_changes() and not found.directory.take_changes()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        found.directory.check()
+    assert found.directory.is_watched and not found.directory.take_changes()
+    assert len(os.listdir("/proc/self/fd")) == descriptors + (call == "inotify_init1")
 
-    (line,) = caplog.messages
-    assert line.startswith(f"cannot watch {path} (") and line.endswith("; polling instead")
-
-    kubelet.touch()
-    found.directory.check()
-    assert found.directory.take_changes() and not found.directory.take_changes()
-
-    (path / "other.sock").touch()
+    (tmp_path / "other.sock").touch()
     assert await found.change()
     found.directory.close()
 
 
-async def test_a_directory_that_the_kubelet_makes_first_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("makes_it_first", [False, True])
+async def test_a_missing_directory_is_made_for_root_and_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes_it_first: bool
 ) -> None:
-    """Both of them look for it, and make it if it is missing."""
+    """0750, as a kubelet makes it, whatever the umask; a kubelet can be faster."""
     path = tmp_path / "device-plugins"
     mkdir = os.mkdir
 
@@ -330,21 +271,14 @@ async def test_a_directory_that_the_kubelet_makes_first_is_used(
         mkdir(path, 0o755)
         mkdir(path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", come_second)
+    if makes_it_first:
+        monkeypatch.setattr(os, "mkdir", come_second)
+    umask = os.umask(0o077)
+    try:
         async with watched(path) as found:
+            monkeypatch.undo()
             (path / "kubelet.sock").touch()
             assert await found.change()
-
-
-async def test_the_watch_can_have_the_descriptor_0(tmp_path: Path) -> None:
-    """A daemon that was started by hand can have a closed stdin."""
-    stdin = os.dup(0)
-    os.close(0)
-    try:
-        async with watched(tmp_path) as found:
-            (tmp_path / "kubelet.sock").touch()
-            assert await found.change()
     finally:
-        os.dup2(stdin, 0)
-        os.close(stdin)
+        os.umask(umask)
+    assert makes_it_first or path.stat().st_mode & 0o7777 == 0o750

@@ -177,10 +177,11 @@ def test_each_fault_in_the_log_is_an_event_of_the_node() -> None:
     holds = [chips_module.hold("p300", chips_module.bdf(0x51), buses=[0x51])]
     decision = chips_module.decide([*ill, half, *held], ttdp.Settings(unit="board"), holds)
 
-    lines = [line for _, line in ttdp.changes(None, decision)]
+    conditions = ttdp.conditions(decision, ttdp.problems_of(decision))
+    lines = [line for _, line in ttdp.changes({}, conditions)]
     events = [line for line in lines if re.fullmatch(rule["pattern"], line)]
 
-    assert events == [line for line in lines if "unhealthy: " in line]
+    assert events == [line for line in lines if "unhealthy: " in line or " is incomplete: " in line]
     assert len(events) == len(ill) + 1
 
 

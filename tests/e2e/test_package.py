@@ -152,7 +152,9 @@ def test_commands_find_the_running_service(host: Host) -> None:
 
     for command, level in (("stop", "FAIL"), ("start", "ok")):
         host.systemctl(command, UNIT)
-        assert re.search(rf"(?m)^{level} +service: ", host("tt-device-plugin", "check", check=False))
+        assert re.search(
+            rf"(?m)^{level} +service: ", host("tt-device-plugin", "check", check=False)
+        )
 
 
 @pytest.mark.usefixtures("installed")

@@ -64,6 +64,7 @@ class Allocation:
             "ids": sorted(pairs),
             "env": [f"{key}={value}" for key, value in sorted(self.envs.items())],
             "devices": [f"{d.host_path}:{d.container_path}:{d.permissions}" for d in self.devices],
+            "mounts": [mount.host_path for mount in self.mounts],
         }
 
 

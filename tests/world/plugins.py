@@ -55,11 +55,6 @@ class Config:
         return self.version < (1, 33)
 
     @property
-    def names_ended_pods(self) -> bool:
-        """Whether List has them: before 1.34 (KubeletPodResourcesListUseActivePods)."""
-        return self.version < (1, 34)
-
-    @property
     def has_endpoint_per_socket(self) -> bool:
         """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""
         return self.version >= (1, 37)

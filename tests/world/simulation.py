@@ -15,6 +15,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,7 @@ class RunningDaemon:
         self.loaded: Callable[[], ttdp.Settings] = lambda: self.settings
         self.daemon: ttdp.Daemon  # made on the loop
         self.notes: list[str] = []  # what systemd would have heard
+        self.refused_notes: list[str] = []  # that systemd does not take, each once
         self._manager = ttdp.ServiceManager(environ or {})
         self._manager.notify = self._notified  # type: ignore[method-assign]
 
@@ -83,9 +85,14 @@ class RunningDaemon:
         self._events = SimulatedUevents(fileno=theirs.detach())
         self._errors = contextlib.ExitStack()
         self.polls = 0  # that have begun
+        self.scans: list[float] = []  # when each has begun
 
     def _notified(self, *states: str) -> bool:
-        self.notes.append("\n".join(states))
+        note = "\n".join(states)
+        if note in self.refused_notes:
+            self.refused_notes.remove(note)
+            return False
+        self.notes.append(note)
         return True
 
     def notified(self, beginning: str) -> bool:
@@ -105,6 +112,7 @@ class RunningDaemon:
 
         def counted_scan(*, is_poll: bool) -> None:
             self.polls += is_poll
+            self.scans.append(time.monotonic())
             scan(is_poll=is_poll)
 
         self.host.scan = counted_scan  # type: ignore[method-assign]
@@ -139,6 +147,20 @@ class RunningDaemon:
         """The text that `systemctl status` shows; empty before the first one."""
         texts = [note for note in self.notes if note.startswith("STATUS=")]
         return texts[-1].removeprefix("STATUS=") if texts else ""
+
+    def state(self, resource: str) -> str:
+        """Return the state of a resource's registration; empty without a session."""
+        session = self.sessions.get(resource)
+        return session.registration.text if session else ""
+
+    def view(self) -> dict[str, Any]:
+        """Return what readers of the status socket get."""
+        return self.daemon.reporter.view()
+
+    @property
+    def problems(self) -> list[ttdp.Problem]:
+        """All that is not right at this moment."""
+        return self.host.problems(self.decision)
 
     async def sees(self, bdf: str, kind: ttdp.Kind | None) -> None:
         """Wait until it sees that a chip has a fault of this kind; None: that it is healthy."""
