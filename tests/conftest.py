@@ -85,9 +85,13 @@ def kubelet_of(node: SimulatedNode, directory: Path, **options: Any) -> Kubelet:
 
 @pytest.fixture(scope="session", autouse=True)
 def unhurried() -> Iterator[None]:
-    """Let reads of chips take as long as they need on a busy machine; see `reads_time_out`."""
+    """Let reads of chips take as long as they need on a busy machine; see `reads_time_out`.
+
+    A busy kubelet also notices the end of a stream later.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "READ_TIMEOUT", UNHURRIED["READ_TIMEOUT"])
+        patch.setattr(ttdp, "STREAM_DELAY", 4 * ttdp.STREAM_DELAY)
         patch.setattr(ttdp, "MISSES", NEVER)  # see `stalls`
         yield
 

@@ -157,8 +157,10 @@ class World:
 
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
+            # A pod whose resource did not exist when it was admitted runs without devices.
             is_list = re.search("OutOf|no longer healthy", str(event.fields))
-            if self.is_fair and is_list:
+            has_chips = any(self.chips_of(*key) for key in self.given if key[0] == pod)
+            if self.is_fair and is_list and has_chips:
                 self.kubelet.log.violation(f"the kubelet has killed {event.fields}")
 
     def chips_of(self, pod: str, container: str) -> list[str]:
