@@ -2371,7 +2371,8 @@ class HoldBook:
 
         The pod was deleted by force, or the kubelet has lost its checkpoint.
         """
-        left = [hold for key, hold in self._holds.items() if key not in self._written]
+        known = self._written if self.problem is None else ()
+        left = [hold for key, hold in self._holds.items() if key not in known]
         return frozenset(chain(*(hold.chips for hold in left if self.runs(hold.pod, now))))
 
     def unwritten(self, now: float) -> list[Hold]:
@@ -4213,7 +4214,7 @@ def _why_waiting(call: Call, blockers: Sequence[Hold] | None, names: Mapping[str
     pods = dict.fromkeys(hold.pod for hold in blockers)  # each once, in this order
     if call.callers.isdisjoint(pods):
         others = ", ".join(name_of_pod(pod, names) for pod in pods)
-        return f"{others} must end first; it still runs on the device"
+        return f"{others} must end first; it still has the device"
 
     # kubernetes #137534: one of the callers runs already, as its start was allowed first.
     both = [*pods, *sorted(call.callers.difference(pods))]

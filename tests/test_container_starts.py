@@ -85,7 +85,7 @@ async def test_a_container_waits_for_the_last_process_of_a_pod_that_was_deleted_
 
     kubelet.end("first")
     await kubelet.running("second", "main")
-    assert waits(caplog) == ["default/first must end first; it still runs on the device"]
+    assert waits(caplog) == ["default/first must end first; it still has the device"]
 
 
 async def test_jobs_one_after_the_other_wait_for_nothing(

