@@ -2371,8 +2371,7 @@ class HoldBook:
 
         The pod was deleted by force, or the kubelet has lost its checkpoint.
         """
-        known = self._written if self.problem is None else ()
-        left = [hold for key, hold in self._holds.items() if key not in known]
+        left = [hold for key, hold in self._holds.items() if key not in self._written]
         return frozenset(chain(*(hold.chips for hold in left if self.runs(hold.pod, now))))
 
     def unwritten(self, now: float) -> list[Hold]:
@@ -2450,8 +2449,8 @@ def advertise(
             if hold.shares_device(name, device.ids[:1]):  # so with all of its replicas
                 continue
             holder = name_of_pod(hold.pod, names)
-            ids = ", ".join(sorted(hold.ids))
-            text = f"held until {holder} ends (as {hold.resource} {ids})"
+            more = f" and {len(hold.ids) - 1} more" if len(hold.ids) > 1 else ""
+            text = f"held until {holder} ends (as {hold.resource} {min(hold.ids)}{more})"
             withheld = device._replace(withheld=text, holder=holder)
             others = [each for each in device.ids if (name, each) not in held]
             found[name] |= dict.fromkeys(others, withheld)

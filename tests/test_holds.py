@@ -426,17 +426,6 @@ def test_the_chips_of_a_pod_that_left_the_checkpoint_are_chosen_last(world: Book
     assert world.book.forgotten_chips(world.now) == {bdf(1)}
 
 
-def test_without_a_checkpoint_all_pods_that_run_count_as_forgotten(world: BookWorld) -> None:
-    """A kubelet that has lost it asks before it writes the first one again."""
-    world.run(entry())
-
-    world.path.unlink()
-    world.look()
-
-    assert world.book.forgotten_chips(world.now) == {bdf(1)}
-    assert len(world.book.current(world.now)) == 1
-
-
 def test_pods_without_any_process_show_different_cgroup_drivers(world: BookWorld) -> None:
     """Two minutes after their starts, if none of them has one, or if pods have no cgroups."""
     world.run(entry())

@@ -136,7 +136,7 @@ def test_a_kubelet_that_starts_without_its_checkpoint(node: WatchedNode, told: T
     assert not refused
 
     pods[3].delete()
-    pods[3].wait_finished()
+    pods[3].wait_ended()
     assert node.opened(node.started(ONE)) == before[3]  # of six that the kubelet takes for free
 
 
