@@ -148,6 +148,7 @@ def test_if_one_galaxy_chip_is_on_another_bus_no_galaxy_chip_has_a_place(strange
         assert found[each.address] == Place(each.address, 8, unknown=reason)
     assert found[bdf(0x61)].board_id == bdf(0x61)
     assert ids(chips, BOARD) == {}
+    assert decide(chips, BOARD).resource("tenstorrent.com/galaxy-blackhole-board").devices == {}
 
 
 def test_with_whole_boards_a_board_is_one_device() -> None:
@@ -280,7 +281,7 @@ def test_a_shared_device_is_withheld_if_a_pod_has_its_chip_under_another_name(
     """Though another pod has one of its replicas, which stays healthy."""
     held = [hold("n150", f"{ONE}::0", buses=[1], pod="u2")]
     held.append(hold(resource, f"{ONE}::2", buses=[1]))
-    found = decide(FOUR[:1], TWICE, held).resources["tenstorrent.com/n150"]
+    found = decide(FOUR[:1], TWICE, held).resource("tenstorrent.com/n150")
 
     text = f"held until default/train ends (as tenstorrent.com/other {ONE}::2)"
     assert found.devices[f"{ONE}::0"].reason is None
