@@ -2653,9 +2653,6 @@ class Decision:
         """Return an advertised resource; one without devices if there is none of this name."""
         return self.resources.get(name) or Resource(name, {})
 
-    def name_of_pod(self, hold: Hold) -> str:
-        return name_of_pod(hold.pod, self.names)
-
     def is_out_of_service(self, address: str) -> bool:
         """Return whether a chip is excluded and not held, so that its faults do not matter."""
         return address in self.offer.excluded and address not in self.held_chips
