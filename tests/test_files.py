@@ -54,6 +54,7 @@ def test_a_file_is_written_if_it_differs_and_removed_if_it_is_not_wanted(tmp_pat
 
     before = path.stat()
     files.write(str(path), "")
+    assert mode_of(path) == 0o644
     assert path.stat().st_ino != before.st_ino or path.stat().st_mtime_ns > before.st_mtime_ns
     files.keep(str(path), None)
     assert [*tmp_path.iterdir()] == [] and problem(files) == ""
@@ -339,10 +340,10 @@ def test_the_state_stays_if_a_new_one_cannot_be_written(
     obstacle = tmp_path / ".state.json.new"
     obstacle.mkdir()
 
+    text = f"{path} cannot be written: Is a directory"
     for _ in range(2):
         state.save({}, {"allowed": {"u1": 1.0}})
-    text = f"{path} cannot be written: Is a directory"
-    assert (caplog.messages, str(state.problem)) == ([text], text)
+        assert (caplog.messages, str(state.problem)) == ([text], text)
     state.save({}, {"allowed": {}})
     assert state.problem is None and path.stat() == written
 
