@@ -150,9 +150,9 @@ class World:
 
         elif event.kind == "started":
             # Static pods are admitted at once, before any plugin can have registered, rejected
-            # ones again. A pod that neither the kubelet nor a process shows has no hold.
+            # ones again. A pod without containers has no hold if the checkpoint is lost.
             pods = [each for each in self.kubelet.pods if each.wanted]
-            is_plain = all((each.over or each.has_processes) and not each.static for each in pods)
+            is_plain = all((each.over or each.has_containers) and not each.static for each in pods)
             self.is_fair = is_plain and all(map(is_well, self.chips))
 
         elif event.kind == "pod-killed":
