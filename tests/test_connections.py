@@ -16,7 +16,7 @@ import pytest
 import ttdp
 from tests.conftest import StartDaemon, no_descriptors
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon
 
 AN_HOUR = 3600.0
@@ -139,7 +139,7 @@ async def test_a_request_that_is_not_complete_costs_only_its_connection(
 ) -> None:  # fmt: skip
     """It is closed after its time, or when its head is too long; others are answered meanwhile."""
     assert ttdp.CONNECTION_TIMEOUT == 5.0
-    monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", 0.3)
+    monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", 1.0)
     _, half = await asyncio.open_connection(*listening.getsockname())
     half.write(b"GET /metr")
     half.write_eof()  # it will send no more
@@ -163,5 +163,8 @@ async def test_a_reader_that_stops_reading_delays_nobody_and_is_dropped(
 
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.connect(str(status_socket(daemon)))
+        stopped.setblocking(False)
+        assert await asyncio.get_running_loop().sock_recv(stopped, 1)
+        monkeypatch.setattr(ttdp, "CONNECTION_TIMEOUT", PATIENCE)  # of those that come later
         assert (await view(daemon))["status"] == much
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)

@@ -69,7 +69,7 @@ async def test_events_that_come_together_are_handled_together(
 ) -> None:
     """The first at once; those of the next 30 ms in one scan."""
     assert ttdp.DEBOUNCE == 0.03
-    monkeypatch.setattr(ttdp, "DEBOUNCE", 0.2)
+    monkeypatch.setattr(ttdp, "DEBOUNCE", 0.5)
     for _ in range(4):
         node.add("n150")
     daemon = await start(interval=AN_HOUR)
@@ -84,7 +84,7 @@ async def test_events_that_come_together_are_handled_together(
     await until(lambda: "4 × tenstorrent.com/n150, 0 healthy" in daemon.status)
 
     first, second = daemon.scans
-    assert first - began < 0.2 <= second - first
+    assert first - began < ttdp.DEBOUNCE <= second - first
 
 
 # -- ready -----------------------------------------------------------------------------------------
@@ -333,35 +333,6 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
     first, second = [line for line in caplog.messages if "the node's state" in line]
     assert EMFILE in first and second == "the node's state can be read again"
     assert errors(caplog) == []
-
-
-async def test_the_next_turn_does_what_a_failed_one_has_not_done(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, tmp_path: Path,
-) -> None:  # fmt: skip
-    """The list, the log and the files for others have a change, though the first turn failed."""
-    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.05)
-    (chip,) = node.add("n150")
-    daemon = await start(interval=AN_HOUR, cdi_dir=str(tmp_path))
-    await kubelet.registered(N150)
-    (cdi_file,) = tmp_path.glob("*.json")
-    failed: list[bool] = []
-    update = daemon.daemon.sessions.update
-
-    def fail_once(resources: ttdp.Resources, *, is_disturbed: bool) -> None:
-        if not failed:
-            failed.append(True)
-            no_descriptors()
-        update(resources, is_disturbed=is_disturbed)
-
-    monkeypatch.setattr(daemon.daemon.sessions, "update", fail_once)
-    chip.vanish()
-    await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {chip.bdf})
-    await until(lambda: not cdi_file.exists())
-
-    assert failed
-    await until(lambda: f"{chip.bdf} (n150): unhealthy" in caplog.text)
-    assert caplog.text.count(f"{chip.bdf} (n150): unhealthy") == 1
 
 
 async def test_reads_without_descriptors_are_repeated_until_they_succeed(
