@@ -157,7 +157,6 @@ async def test_twenty_restarts_leave_nothing_behind(
 
     await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
     assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
-    assert daemon.sessions[N150].registration.successes >= 20
     await kubelet.stop()
 
 

@@ -315,7 +315,8 @@ async def test_bytes_that_are_no_protobuf_are_an_error_and_one_line(
         async with grpc.aio.insecure_channel(f"unix:{directory / name}") as channel:
             call: Any = channel.unary_unary("/v1beta1.DevicePlugin/Allocate")
             assert (await refusal(call(b"\xff\xff\xff\xff")))[0] == "UNKNOWN"
-        assert len(stderr.getvalue().splitlines()) == 1
+        assert stderr.getvalue().count("DecodeError") == 1
+        assert "Traceback" not in stderr.getvalue()
 
         with ttdp.log_and_continue("a test"):
             raise ValueError
