@@ -444,7 +444,7 @@ class Settings:
 
     # Not in the file: the directories that systemd sets.
     state_dir: str | None = None  # None: the state is not saved
-    runtime_dir: str | None = None  # None: there is no status socket
+    runtime_dir: str | None = None  # None: without a status socket
 
     @property
     def sys(self) -> str:
@@ -940,7 +940,7 @@ def link_path(settings: Settings, function: PciFunction) -> str | None:
 def hugetlbfs_mounts(settings: Settings) -> list[Mount]:
     """Return the hugetlbfs directories of the host, as containers would have them.
 
-    A configured mount replaces the one that has its path.
+    A configured mount replaces the one at its path.
     """
     taken = {mount.container for mount in settings.mounts}
     mounts = [Mount(f"{settings.dev}/{name}", f"/dev/{name}") for name in HUGETLBFS]
@@ -1113,7 +1113,7 @@ def _read_telemetry(function: PciFunction) -> tuple[dict[str, str], Fault | None
 def fault_of(texts: Mapping[str, str]) -> Fault | None:
     """Return the fault of a chip whose registers read as ones.
 
-    Its card type is no sign: a living chip can have an unknown one, and drivers before 2.2 show
+    Its card type shows nothing: a living chip can have an unknown one, and drivers before 2.2 show
     PCI's of a dead Blackhole.
     """
     for name, dead in ALL_ONES.items():
@@ -1140,7 +1140,7 @@ def with_telemetry(reading: Reading, texts: Mapping[str, str]) -> Reading:
 
 
 def to_card_type(text: str) -> str | None:
-    """Return an exact card type, also one that is not in CARDS; None if the driver knows none."""
+    """Return an exact card type, which need not be in CARDS; None if the driver knows none."""
     return text if CARD_TYPE.fullmatch(text) and text != UNKNOWN_CARD else None
 
 
@@ -1194,7 +1194,7 @@ def _hertz(text: str) -> float | None:
 
 
 def _lanes(text: str) -> float | None:
-    """Return the lanes of a link; None if there is no link, as in some virtual machines."""
+    """Return the lanes of a link; None without a link, as in some virtual machines."""
     return _natural(text) or None
 
 
@@ -1257,8 +1257,8 @@ def read_sensors(function: PciFunction) -> dict[str, float]:
 
     values = {}
     for sensor in SENSORS:
-        # Drivers and firmware offer different ones. An unreadable one is no reason to lack the
-        # others; whether the chip is well is for its telemetry to show.
+        # Drivers and firmware offer different ones. If one cannot be read, the others still count;
+        # whether the chip is well is for its telemetry to show.
         with suppress(OSError):
             text = read_attribute(f"{directories[sensor.source]}/{sensor.attribute}")
             value = sensor.parse(text)
@@ -2207,7 +2207,7 @@ class HoldBook:
         try:
             checkpoint = parse_checkpoint(read_others_file(self._path, CHECKPOINT_MAX))
         except FileNotFoundError:
-            self.problem = f"{CHECKPOINT} has disappeared: the kubelet has forgotten its pods"
+            self.problem = f"{CHECKPOINT} has disappeared"
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in OWN_ERRORS:
                 raise
@@ -2734,7 +2734,7 @@ class Board:
 
         cost = [
             not self.chosen,  # boards in use are the first
-            max(needed - self.room, 0),  # then one that is large enough, or else the largest
+            max(needed - self.room, 0),  # then a large enough one, or else the largest
             len(self.numa_nodes - used_nodes),
             is_whole and needed < self.room,  # it would be broken up
             self.bus ^ OPPOSITE_TRAY in used_buses,
@@ -3477,7 +3477,7 @@ def log_and_continue(subject: str) -> Iterator[None]:
 
 
 class Readers:
-    """Reads chips, each on a thread of its own, so that one that blocks delays no other.
+    """Reads chips, each on its own thread, so that a blocked one delays no other.
 
     The driver answers within microseconds, or blocks. So the threads take turns while nothing
     blocks: threads that contend for the interpreter take several times the processor time.
@@ -3703,7 +3703,7 @@ class ServiceManager:
     def __init__(self, environ: Environment) -> None:
         self.status = ""  # that systemd has
         self._environ = environ
-        self._socket = sdnotify.SystemdNotifier().socket  # None: there is no manager
+        self._socket = sdnotify.SystemdNotifier().socket  # None without a manager
         if self._socket:
             self._socket.settimeout(NOTIFY_TIMEOUT)
         # Half of the time-out, as sd_watchdog_enabled(3) recommends.
@@ -4034,7 +4034,7 @@ class Host:
         return found + [problem for problem in [*others, self.unreadable] if problem]
 
     def put_directories_in_order(self, decision: Decision) -> None:
-        """Begin to remove the directories that nothing names, and make those that are missing."""
+        """Begin to remove the directories that nothing names, and make the missing ones."""
         named = self.named_directories(decision.holds)
         if self.holds.has_read:  # else the holds may not be all that there are
             self.directories.remove_unnamed(named, self.settings)
@@ -4718,7 +4718,7 @@ class Reporter:
         async def serve(reader: StreamReader, writer: StreamWriter) -> None:
             with log_and_continue("a report"), suppress(asyncio.TimeoutError, OSError):
                 await asyncio.wait_for(answer_all(reader, writer), CONNECTION_TIMEOUT)
-            writer.transport.abort()  # else one that does not read keeps its descriptor
+            writer.transport.abort()  # else a client that does not read keeps its descriptor
 
         return serve
 
@@ -5617,7 +5617,8 @@ def next_step(look: Look, done: Sequence[Step]) -> Step | End:
         return End("nothing is done: only cooling helps; check the fans and the air flow")
     elif kind in ("gone", "no_driver", "node"):
         if Step.WAIT in done:
-            return End("nothing is done: the service does not see that this is over; see its log")
+            text = "nothing is done: the service still reports a fault that sysfs does not show"
+            return End(f"{text}; see its log")
         step = Step.WAIT
     elif kind == "resetting" and Step.WAIT not in done:
         step = Step.WAIT
@@ -5806,7 +5807,7 @@ class Mender:
             # A person has thought about it, perhaps for hours.
             look = self._look()
             if self._plan(look) != plan:
-                say("this has changed since the question; nothing was done, it is asked again")
+                say("the chip or its users have changed since the question; nothing was done yet")
                 self._show(look)
                 continue
 
@@ -5945,7 +5946,7 @@ def find_tt_smi(settings: Settings) -> str:
     needed = f"tt-smi {'.'.join(map(str, TT_SMI_NEEDED))} or later"
     path = shutil.which("tt-smi", path=directories)
     if path is None:
-        place = "install it from PyPI into root's PATH (sudo has a PATH of its own)"
+        place = "install it from PyPI, with a link in /usr/local/bin"
         raise Refusal(f"{needed} was not found in {directories}; {place}")
 
     command = [path, "--version"]

@@ -40,18 +40,13 @@ EXAMPLES: dict[str, Any] = {
 # What the values of each key mean, for the manual: when to choose which, and what depends on it.
 EXPLANATIONS = {
     "device_plugin_dir": (
-        "The daemon creates its sockets here, and the kubelet its own, kubelet.sock. Change it "
-        "only for tests on a simulated node: it is a constant of every kubelet, whatever the "
+        "Only for tests on a simulated node: it is a constant of every kubelet, whatever the "
         "kubelet's root directory is. A change needs a restart."
     ),
-    "root": (
-        "Only for tests on a simulated node: all below it stands for the host's /sys, /dev, /proc "
-        "and /run/udev. Inside containers, device files are always in /dev/tenstorrent. A change "
-        "needs a restart."
-    ),
+    "root": "Only for tests on a simulated node. A change needs a restart.",
     "resource_domain": (
-        "CDI devices, labels and the annotation are of tenstorrent.com whatever it is. After a "
-        "change, new pods must request the new names; running pods keep their devices."
+        "CDI devices and labels are always of tenstorrent.com. After a change, new pods must "
+        "request the new names."
     ),
     "resource_naming": (
         "board groups all variants of a board: a request for p150 is met by a p150a, p150b or "
@@ -65,41 +60,40 @@ EXPLANATIONS = {
         "/dev/tenstorrent/N; it then uses all devices of the container."
     ),
     "unit": (
-        "chip: each device file is a device. board: the two chips of a p300 are one device, and"
-        " so are the 8 chips of a Galaxy's tray; boards with one device file do not change. "
-        "With board, whole boards are guaranteed under any Topology Manager policy, and the "
-        "names of these resources end in -board."
+        "With board, the two chips of a p300 are one device, and so are the 8 chips of a Galaxy's "
+        "tray. The names of these resources end in -board. Boards with one device file do not "
+        "change. Only board guarantees whole boards under any Topology Manager policy."
     ),
     "device_list_strategy": (
-        "device-specs: the kubelet passes device files and mounts on to the runtime. cdi: it "
-        "passes on names of CDI devices, and the runtime reads the rest from the CDI file. "
-        "Choose cdi if pods have user namespaces (hostUsers: false) and device numbers can "
-        "change. It needs cdi_dir, kubelet 1.29 or later, and containerd 2.0 or later, containerd "
-        "1.7 with enable_cdi = true, or CRI-O."
+        "With cdi, the kubelet passes on names of CDI devices, and the runtime reads device files "
+        "and mounts from the CDI file, see CDI in tt-device-plugin(8). Choose it if pods have user "
+        "namespaces (hostUsers: false) and device numbers can change. It needs cdi_dir, kubelet "
+        "1.29 or later, and containerd 2.0 or later, containerd 1.7 with enable_cdi = true, or "
+        "CRI-O."
     ),
-    "cdi_dir": "The file is written if the directory exists.",
+    "cdi_dir": (
+        'The file is written if the directory exists. With device_list_strategy = "cdi", drain the '
+        "node before you change it."
+    ),
     "labels_dir": "The file is written if the directory exists.",
     "metrics_file": (
         "The file is written if its directory exists. Set it to the empty text if you scrape "
         "the plugin's own port, as both outputs together raise each alert twice."
     ),
     "fail_on_init_error": (
-        "By default the daemon waits for a driver and for cards. Use this where a node without "
-        "them is a mistake that systemd should show."
+        "By default the daemon waits for a driver and for cards. Set it if a node without them is "
+        "a mistake that systemd should show."
     ),
     "log_level": "info has one line for each change. debug also has one for each allocation.",
     "hugepages": (
-        "private: each container of a device that is not shared has its own directories, see "
-        "HUGEPAGES in tt-device-plugin(8). host: every container has the host's directories, and "
-        "can open the pages of all others. "
-        "none: containers get no hugepage directory, for example because pods bring their own "
-        "volumes."
+        "See HUGEPAGES in tt-device-plugin(8). With host, every container can open the pages of "
+        "all others. Choose none if pods bring their own volumes, or need no hugepages."
     ),
     "exclude": (
         'Devices with these chips are not advertised; with unit = "board" that is the whole '
-        "board. A pod that holds such a device keeps it until that pod ends. The chips stay in "
-        "the metrics, and in the CDI file under their addresses, but not in its device all. While "
-        "no pod holds them, they have no faults and no alerts."
+        "board. A pod that holds such a device keeps it until that pod ends. While no pod holds "
+        "them, these chips have no faults and no alerts. They stay in the metrics, and in the CDI "
+        "file under their addresses, but not in its device all."
     ),
     "interval": (
         "Each poll reads all telemetry of each chip. A shorter interval finds stopped firmware "
@@ -118,7 +112,8 @@ EXPLANATIONS = {
     ),
     "lock_dir": (
         "See SHARING in tt-device-plugin(8). Do not set it to /dev/shm, where logind deletes "
-        "files. Change it only while no container uses a shared device."
+        "files. Change it only while no container uses a shared device: containers from before "
+        "and after the change would not wait for each other."
     ),
     "name": "Use the name that kubectl describe node shows while it is not shared.",
     "rename": "Needed if only some devices are shared.",
@@ -130,7 +125,6 @@ README_KEYS = (
     "device_list_strategy",
     "hugepages",
     "exclude",
-    "metrics_file",
 )
 # Rules that need no sentence: the key's help is enough.
 PLAIN = ("an absolute path", "an absolute path, or empty")
@@ -148,8 +142,8 @@ SWITCHES = {
 TABLES = {
     "[health]": "Settings for chip health checks.",
     "[sharing]": (
-        "Settings for devices that several containers share. They take turns, without isolation. "
-        "By default, no device is shared."
+        "Settings for devices that several containers share. The containers take turns, and are "
+        "not isolated from each other. By default, no device is shared."
     ),
     "[[sharing.resources]]": (
         "One table for each shared resource. If it selects only some devices, the others stay "
@@ -291,23 +285,6 @@ def switches() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def flags() -> str:
-    """Return the list of the flags that set keys."""
-    lines = [".Bl -tag -width Ds"]
-    for entry in flag_entries():
-        lines += [f".It Fl {ttdp.flag_of(entry.name)[1:]} {value_of(entry)}"]
-        lines += roff(entry.sentence)
-    return "".join(f"{line}\n" for line in [*lines, ".El"])
-
-
-def value_of(entry: Entry) -> str:
-    """Return the value of a flag."""
-    if entry.key.is_switch:
-        return "Ns Op = Ns Ar bool"
-    choices = " | ".join(entry.key.choices)
-    return f"Cm {choices}" if choices else f"Ar {entry.metavar}"
-
-
 def keys() -> str:
     """Return the lists of the keys of the configuration file, by table."""
     lines = []
@@ -394,7 +371,7 @@ def completion() -> str:
         lines[-1] += "'"
     lines += ["    )", "    local -A values=(", "        [--config-file]='FILE'"]
 
-    kinds = {"file": "FILE", "socket": "FILE", "dir": "DIRECTORY", "root": "DIRECTORY"}
+    kinds = {"file": "FILE", "dir": "DIRECTORY", "root": "DIRECTORY"}
     for entry in flag_entries():
         kind = "SWITCH" if entry.key.is_switch else kinds.get(entry.metavar, "TEXT")
         value = " ".join(entry.key.choices) or kind
@@ -405,7 +382,6 @@ def completion() -> str:
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "options"): readme,
     ("packaging/deb/tt-device-plugin.8", "switches"): switches,
-    ("packaging/deb/tt-device-plugin.8", "flags"): flags,
     ("packaging/deb/tt-device-plugin.toml.5", "keys"): keys,
     ("packaging/deb/config.toml", "options"): configuration,
     ("packaging/deb/completion.bash", "options"): completion,

@@ -136,7 +136,7 @@ e2e-kubelet: dist/tt-device-plugin.pyz $(DEB)$(MACHINE).deb
 	@$(PYTEST) -vv --numprocesses 2 --dist loadfile tests/e2e \
 		$(patsubst %,--ignore tests/e2e/test_%,$(SYSTEMD_TESTS) $(OTHER_TESTS))
 
-# The package with newer Pythons, or PYTHONS=3.13.
+# The package with newer Pythons, or PYTHONS='3.13 3.14'.
 e2e-pythons: $(DEB)$(MACHINE).deb
 	@$(PYTEST) -vv tests/e2e/test_pythons.py -k "$$(echo $(PYTHONS) | sed 's/ / or /g')"
 

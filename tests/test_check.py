@@ -84,14 +84,3 @@ def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
     (command,) = re.findall(r"(?m)^FAIL .*; run: tt-device-plugin (.*)$", message)
     assert host.run(*command.split(), "--yes").status == 0
     assert host.run(*words).status == 0
-
-
-def test_the_taint_of_the_example_follows_that_condition() -> None:
-    """It has the name of node-problem-detector's condition, and is there while that is True."""
-    example = yaml.safe_load((DEB / "tt-device-plugin.node-problem-detector.yml").read_text())
-    (condition,) = json.loads(example["data"]["check.json"])["conditions"]
-    spec = yaml.safe_load((DEB / "tt-device-plugin.readiness-rule.yml").read_text())["spec"]
-    required = {"type": condition["type"], "requiredStatus": "False", "defaultStatus": "False"}
-    assert spec["conditions"] == [required]
-    assert spec["enforcementMode"] == "continuous"
-    assert re.fullmatch(r"readiness\.k8s\.io/[a-z-]+", spec["taint"]["key"])

@@ -110,7 +110,7 @@ ENDS: list[tuple[Look, Sequence[Step], str, bool]] = [
     (look("tripped"), (), "nothing is done: only cooling helps", False),
     (look("stalled", is_arm64=True), (), "tt-smi cannot reset chips on arm64; drain this", False),
     (look("silent", is_arm64=True), (Step.REBIND,), "tt-smi cannot reset chips on arm64", False),
-    (look("gone"), (Step.WAIT,), "nothing is done: the service does not see", False),
+    (look("gone"), (Step.WAIT,), "nothing is done: the service still reports", False),
     (look("stalled"), (Step.RESET,), LEFT, False),
     (look("silent"), (Step.REBIND, Step.RESET, Step.REBIND), LEFT, False),
     (look("node", HERE.without_class_device("tenstorrent")), (Step.REBIND,), LEFT, False),
@@ -374,7 +374,7 @@ def test_after_a_change_it_asks_again(host: Commanded, what: str) -> None:
             terminal.type("n\n")
         terminal.ended()
 
-    _, asked_again = terminal.text.split("nothing was done, it is asked again")
+    _, asked_again = terminal.text.split("have changed since the question; nothing was done yet")
     assert shown in asked_again
     assert host.controls.calls == []
 

@@ -15,6 +15,7 @@ import yaml
 import tests
 import ttdp
 from tests import chips as chips_module
+from tests.commands import Commanded, commanded
 from tests.documents import DEB, README, fenced
 from tests.world.processes import ROOT
 
@@ -24,6 +25,7 @@ else:
     import tomli as tomllib
 
 PROSE = re.sub(r"(?ms)^```.*?^```$", "", README)
+TEXTS = [*ROOT.glob("*.md"), *DEB.glob("*.md"), *DEB.glob("*.[0-9]")]
 KUBELETS = "kubelet k3s k3s-agent rke2-server rke2-agent k0sworker k0scontroller"
 KUBELETS += " snap.microk8s.daemon-kubelite"
 
@@ -49,19 +51,75 @@ def test_readme_names_every_resource(unit: str) -> None:
         assert f"`{name}`" in README
 
 
-def test_readme_manifests_ask_for_what_there_is() -> None:
-    """They are YAML, and every resource of ours in them is one that the program offers."""
-    blocks = [yaml.safe_load(block) for block in fenced("yaml")]
-    limits = re.findall(r"(?m)^ +(tenstorrent\.com/[\w-]+): \d+$", "".join(fenced("yaml")))
-
-    assert len(blocks) >= 2 and limits
-    assert {*limits} <= {*names("chip")}
-
-
 def test_readmes_first_pod_is_the_shipped_one() -> None:
     """It is an example of the package, too."""
     _, _, shipped = (DEB / "pods/first-n300.yaml").read_text().partition("\n")
-    assert fenced("yaml")[0] == shipped
+    assert fenced("yaml") == [shipped]
+
+
+@pytest.mark.parametrize("pod", [*DEB.glob("pods/*")], ids=lambda path: path.stem)
+def test_pods_ask_for_what_there_is(pod: Path) -> None:
+    """They are YAML, and every resource of ours in them is one that the program offers."""
+    (container,) = yaml.safe_load(pod.read_text())["spec"]["containers"]
+    asked = {name for name in container["resources"]["limits"] if name.startswith("tenstorrent")}
+    assert asked and asked <= {*names("chip"), *names("board")}
+
+
+# -- README ----------------------------------------------------------------------------------------
+
+
+def test_readme_is_read_in_a_quarter_of_an_hour() -> None:
+    """What only some readers need is in the man pages and the other documents."""
+    assert README.count("\n") <= 300
+
+
+def test_readmes_contents_are_complete() -> None:
+    """In the order of the headings."""
+    linked = re.findall(r"\]\(#(.+?)\)", PROSE.partition("\n## ")[0])
+    assert linked == [anchor(heading) for heading in re.findall(r"(?m)^## (.*)$", PROSE)]
+
+
+def shown(command: str) -> str:
+    """Return what README shows of a command."""
+    (block,) = (each for each in fenced("console") if f"# {command}\n" in each)
+    return re.split(r"(?m)^[$#] .*\n", block.partition(f"# {command}\n")[2])[0]
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Iterator[Commanded]:
+    with commanded(short_tmp) as host:
+        host.service.more["driver"] = "2.10.0"
+        yield host
+
+
+def test_it_lists_readmes_chips(host: Commanded) -> None:
+    """All but the heartbeat, and the date."""
+    for card, node in (("n300", 0), ("n300", 0), ("p300c", 1)):
+        host.node.add(card, numa_node=node)
+    values = [(58.5, 91.0), (42.25, 16.5), (61.0, 97.0), (42.0, 24.0)]
+    for number, (temperature, power) in enumerate(values):
+        bdf = chips_module.bdf(number + 1)
+        host.service.rows[bdf] = {"temperature": temperature, "power": power}
+        if number < 3:
+            host.admit(f"default/train-{number}", bdf)
+    host.open(chips_module.bdf(4), 4711, "python3")
+    host.node.chip(chips_module.bdf(2)).freeze()
+
+    def in_general(text: str) -> str:
+        return re.sub(r"stalled at \d+|since [-\d: ]+", "", text)
+
+    assert in_general(host.run("list").out) == in_general(shown("tt-device-plugin list"))
+
+
+def test_it_checks_readmes_node(host: Commanded) -> None:
+    """All but the place of the simulated node."""
+    (chip,) = host.node.add("n300")
+    host.node.set_iommu(chip.bdf, "identity")
+    host.node.set_hugepages(4)
+
+    printed = host.run("check").out.replace(f"{host.root}/node", "")
+    printed = printed.replace(f"{host.root}/dp", ttdp.Settings().device_plugin_dir)
+    assert printed == shown("tt-device-plugin check")
 
 
 def test_readme_configurations_are_valid(tmp_path: Path) -> None:
@@ -93,27 +151,42 @@ def test_only_fix_resets_chips() -> None:
     assert found[0][1].startswith(transcript) and warning in found[1][1]
 
 
-def test_readme_links_lead_somewhere() -> None:
-    """To files that are there, and to headings of its own."""
-    headings = re.findall(r"(?m)^#+ (.*)$", PROSE)
-    plain = (re.sub(r"[^a-z0-9 -]", "", heading.lower()) for heading in headings)
-    anchors = {text.replace(" ", "-") for text in plain}
-    targets = re.findall(r"\]\((?!https://)([^)]*)\)", PROSE)
+@pytest.mark.parametrize("text", [path for path in TEXTS if path.suffix == ".md"], ids=str)
+def test_links_lead_somewhere(text: Path) -> None:
+    """To files that exist, and to headings of the same page."""
+    prose = re.sub(r"(?ms)^```.*?^```$", "", text.read_text())
+    anchors = {anchor(heading) for heading in re.findall(r"(?m)^#+ (.*)$", prose)}
 
-    assert targets
-    for target in targets:
-        path, _, anchor = target.partition("#")
-        assert (ROOT / path).exists() and (not anchor or anchor in anchors), target
+    for target in re.findall(r"\]\((?!https://)([^)]*)\)", prose):
+        path, _, place = target.partition("#")
+        assert (text.parent / path).exists() and (not place or place in anchors), target
 
 
-def test_readme_commands_exist() -> None:
-    """Every `make` target that it names; variables may come with it."""
-    makefiles = [(ROOT / name).read_text() for name in ("Makefile", "packaging/packaging.mk")]
+def anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(name: str) -> None:
+    """All that a text names; variables may come with them."""
+    makefiles = [(ROOT / each).read_text() for each in ("Makefile", "packaging/packaging.mk")]
     targets = set(re.findall(r"(?m)^([a-z0-9-]+):", "".join(makefiles)))
 
-    named = re.findall(r"(?m)^[$#] make ((?:[a-z0-9]+ ?)+)|`make (.*?)`", README)
-    words = {word for each in named for word in " ".join(each).split() if "=" not in word}
-    assert {"demo", "test", "deb", "release"} <= words <= targets
+    named = re.findall(r"(?m)(?:^[$#] |`)make ([a-z0-9-]+)", (ROOT / name).read_text())
+    assert "deb" in named and {*named} <= targets
+
+
+def test_no_text_installs_by_a_pattern() -> None:
+    """apt takes the last of several packages, and the shell sorts 0.10.0 before 0.9.0."""
+    assert not [path for path in TEXTS if re.search(r"apt\S* install[^`\n]*\*", path.read_text())]
+
+
+def test_contributing_has_every_chapter() -> None:
+    """In the order of the program."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    chapters = re.findall(r"(?m)^# ==== ([A-Z ]+\b)", (ROOT / "ttdp.py").read_text())
+    assert re.findall(r"(?m)^\| ([A-Z ]+) \|", page) == chapters
 
 
 def test_the_table_of_contents_has_every_chapter_and_every_file() -> None:
@@ -163,7 +236,7 @@ def test_every_example_is_installed() -> None:
     for directory in ("pods", "rollout"):
         examples |= {f"{directory}/{path.name}" for path in (DEB / directory).iterdir()}
 
-    assert listed("examples") == examples | {"config.toml", "tt-inference-server"}
+    assert listed("examples") == examples | {"config.toml"}
     assert {path.name for path in DEB.glob("*.md")} < listed("docs")
 
 
