@@ -49,7 +49,7 @@ def told(record_property: Callable[[str, object], None]) -> Told:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what a failed test's host or node said last, and mend the host for the next test."""
+    """Show what a failed test's host or node said last."""
     report = yield
     if call.when == "call" and report.failed:
         for name, place in getattr(item, "funcargs", {}).items():
@@ -57,8 +57,6 @@ def pytest_runtest_makereport(
             with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
                 if isinstance(place, (Host, Site)):
                     report.sections.append((f"last words of the {name}", place.last_words()))
-                if isinstance(place, Host):
-                    place.recover()
     return report
 
 

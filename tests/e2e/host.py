@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
-import sys
+import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,6 @@ ExecStart=/bin/sh -c '{RemoteKubelet.script(DIRECTORY, "/srv/shared")}'
 [Install]
 WantedBy=multi-user.target
 """
-# No heartbeat is missed: on a busy machine, firmware that a thread plays does not keep up.
 CONFIGURATION = """
 root = "/srv/shared/node"
 [health]
@@ -57,38 +58,34 @@ class Packages:
 
     @classmethod
     def of(cls, deb: Path, work: Path) -> Packages:
-        """Copy the package, and build the other one in `work`."""
-        directory = work / "packages"
+        """Copy the package, and make the other one of it in `work`."""
+        directory, tree = work / "packages", work / "next"
         directory.mkdir()
         shutil.copy2(deb, directory)
-        _build_next(deb, directory, work / "next")
-        [following] = directory.glob(f"*_{NEXT}_*.deb")
+        subprocess.run(["dpkg-deb", "--raw-extract", str(deb), str(tree)], check=True)
+        zipapp = tree / PYZ.lstrip("/")
+        modules = pythons.bundled(zipapp, work / "bundled")
 
-        modules = pythons.bundled(unpacked_zipapp(deb, work / "unpacked"), work / "bundled")
+        control = tree / "DEBIAN/control"
+        control.write_text(re.sub("(?m)^Version: .*", f"Version: {NEXT}", control.read_text()))
+        _become_next(zipapp)
+        following = directory / f"{UNIT}_{NEXT}_{deb.stem.rpartition('_')[2]}.deb"
+        pack = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", str(tree), str(following)]
+        subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
+
         current, other = (f"/srv/packages/{path.name}" for path in (deb, following))
         return cls(directory, current, other, modules)
 
 
-def _build_next(deb: Path, directory: Path, source: Path) -> None:
-    """Build a copy of the sources as another version."""
-    names = ["Makefile", "ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"]
-    names += ["generated", "packaging"]
-    work = f"build/{deb.stem.rpartition('_')[2]}"
-    fetched = [f"{work}/tools", f"{work}/wheels"]
-    names += [name for name in fetched if (ROOT / name).exists()]
-    source.mkdir()
-    subprocess.run(["cp", "-r", "--parents", *names, source], cwd=ROOT, check=True)
-
-    command = ["make", "deb", f"PACKAGE_VERSION={NEXT}", f"VENV={sys.prefix}"]
-    subprocess.run(command, cwd=source, check=True, stdout=subprocess.DEVNULL)
-    for made in source.glob("dist/*.deb"):
-        shutil.copy(made, directory)
-
-
-def unpacked_zipapp(deb: Path, tree: Path) -> Path:
-    """Unpack a package into a directory, and return its zipapp."""
-    subprocess.run(["dpkg-deb", "--extract", str(deb), str(tree)], check=True)
-    return tree / PYZ.lstrip("/")
+def _become_next(zipapp: Path) -> None:
+    """Give a zipapp the next version, as another build; of files of one name the last counts."""
+    with zipfile.ZipFile(zipapp, "a") as packed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = packed.read("site-packages/ttdp.py").decode()
+        other = re.sub("(?m)^__version__ = .*", f'__version__ = "{NEXT}"', program)
+        packed.writestr("site-packages/ttdp.py", other)
+        environment = json.loads(packed.read("environment.json")) | {"build_id": NEXT}
+        packed.writestr("environment.json", json.dumps(environment))
 
 
 class Line(NamedTuple):
@@ -115,7 +112,7 @@ class Host(Container):
     def start(self) -> None:
         self._ticker.__enter__()
         shutil.copytree(self.packages.modules, self.shared / "python")
-        self._install_kubelet()
+        self.write("/etc/systemd/system/kubelet.service", KUBELET)
         self.boot()
         self._files_before = self.files()
 
@@ -127,19 +124,12 @@ class Host(Container):
         self._ticker.__exit__()
         super().delete()
 
-    def recover(self) -> None:
-        """Undo the changes of a test that has failed."""
-        self._install_kubelet()
-        self.shell("rm -rf /var/snap; systemctl daemon-reload", check=False)
-        self.shell(f"systemctl reset-failed; systemctl --no-block restart {UNIT}", check=False)
-
     def last_words(self) -> str:
         """Return the end of the journal and of the kubelet's events."""
         shown = ("--no-pager", "--lines=30", "--output=short-monotonic")
-        journal = self("journalctl", *shown, check=False)
-        return journal + self.kubelet.last_words()
+        return self("journalctl", *shown, check=False) + self.kubelet.last_words()
 
-    # The state that a test begins with.
+    # The state that a test begins with, whatever another one that has failed has left.
 
     def be_installed(self) -> None:
         if not self.exists("/usr/bin/tt-device-plugin"):
@@ -147,14 +137,14 @@ class Host(Container):
 
     def be_running(self) -> None:
         """Have the daemon with cards, registered with a running kubelet."""
-        if not self.node.chips:
-            for card in CARDS:
-                self.node.add(card)
+        for card in CARDS if not self.node.chips else ():
+            self.node.add(card)
+        self.write("/etc/systemd/system/kubelet.service", KUBELET)
         if self.path(CONFIG).read_text() != CONFIGURATION:
             self.write(CONFIG, CONFIGURATION)
             self.systemctl("restart", UNIT)
-
-        self.shell(f"systemctl daemon-reload; systemctl start {UNIT} kubelet")
+        self.shell("systemctl daemon-reload; systemctl reset-failed")
+        self.shell(f"systemctl start {UNIT} kubelet")
         self.status_becomes("4 × tenstorrent.com/n300", "registered with kubelet")
 
     # Files and packages.
@@ -188,9 +178,6 @@ class Host(Container):
         """Install packages with apt; return its output."""
         return self("apt-get", "install", "--yes", *packages)
 
-    def _install_kubelet(self) -> None:
-        self.write("/etc/systemd/system/kubelet.service", KUBELET)
-
     # The service.
 
     def systemctl(self, *words: str, check: bool = True) -> str:
@@ -201,26 +188,30 @@ class Host(Container):
         return self.status_of("systemctl", "restart", UNIT) == 0
 
     @contextlib.contextmanager
-    def drop_in(self, unit: str, text: str) -> Iterator[None]:
-        """Change a unit within the context."""
-        directory = f"/etc/systemd/system/{unit}.d"
+    def drop_in(self, text: str) -> Iterator[None]:
+        """Change the unit within the context, after which the service is started anew."""
+        directory = f"/etc/systemd/system/{UNIT}.service.d"
         self.write(f"{directory}/test.conf", text)
         self.systemctl("daemon-reload")
         try:
             yield
         finally:
-            self.shell(f"rm -r {directory} && systemctl daemon-reload")
+            self.shell(f"systemctl stop {UNIT}; rm -r {directory}; systemctl daemon-reload")
+            self.systemctl("start", UNIT)
 
     def property(self, name: str, unit: str = UNIT) -> str:
         return self.systemctl("show", "--value", f"--property={name}", unit).strip()
+
+    def properties(self, *names: str) -> list[str]:
+        return [self.property(name) for name in names]
 
     def moment(self, name: str, unit: str = UNIT) -> float:
         """Return a property that is a time, such as "ActiveEnter"."""
         return int(self.property(f"{name}TimestampMonotonic", unit)) / 1e6
 
-    def becomes(self, name: str, value: str) -> None:
-        """Wait until a property of the service has a value."""
-        wait_until(lambda: self.property(name) == value, f"{name}={value}")
+    def becomes(self, name: str, value: str, unit: str = UNIT) -> None:
+        """Wait until a property of the service, or of another unit, has a value."""
+        wait_until(lambda: self.property(name, unit) == value, f"{name}={value}")
 
     def status_becomes(self, *parts: str) -> str:
         """Wait until the status text has all these parts, and return it."""
