@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import inspect
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import socket
@@ -143,6 +145,38 @@ def finished(
         [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
         stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=LONG_PATIENCE,
     )  # fmt: skip
+
+
+def on_terminal(
+    command: Sequence[str], environ: Mapping[str, str], question: str, answer: str
+) -> tuple[int, str]:
+    """Run a program on a terminal, and type an answer whenever it ends its output with a question.
+
+    Returns its exit status, and all that is to be seen. Raises Broken if it does nothing for long.
+    """
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
+    )
+    os.close(end)
+
+    shown = b""
+    try:
+        while True:
+            if not select.select([terminal], [], [], PATIENCE)[0]:
+                raise Broken(f"{command}: nothing for {PATIENCE:g} s after {shown.decode()}")
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # EIO: the program has ended
+                break
+            if shown.endswith(question.encode()):
+                os.write(terminal, f"{answer}\n".encode())
+        status = process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    return status, shown.decode(errors="replace").replace("\r\n", "\n")
 
 
 # -- services --------------------------------------------------------------------------------------
@@ -356,7 +390,7 @@ def stand_in_for_netlink() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The program to be run: imported from source, or the zipapp `pyz`; it writes below `home`."""
+    """The program to be run: imported from source, or the zipapp `pyz`, unpacked below `home`."""
 
     home: Path
     pyz: Path | None = None
@@ -401,17 +435,21 @@ class Installation:
         interval: float = 5.0,
         uevents: Path | None = None,
     ) -> Service:
-        """Return the daemon on this node, for `async with`; `interval`: seconds between polls."""
-        configuration = self.home / "daemon.toml"
+        """Return the daemon on this node, for `async with`; `interval`: seconds between polls.
+
+        The directory above the kubelet's is for its other files, its status socket among them.
+        """
+        home = directory.parent
+        configuration = home / "daemon.toml"
         configuration.write_text(f"[health]\ninterval = {interval}\n")
         flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
-        flags += outlet_flags(directory.parent)
+        flags += outlet_flags(home)
 
         command, environ = self.command("run", *flags, uevents=uevents)
-        environ["RUNTIME_DIRECTORY"] = str(directory.parent)
+        environ["RUNTIME_DIRECTORY"] = str(home)
         if uevents:
             uevents.unlink(missing_ok=True)
-        return Service(command, environ, self.home / "daemon.notify")
+        return Service(command, environ, home / "daemon.notify")
 
 
 def outlets(home: Path) -> dict[str, str]:
