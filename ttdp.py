@@ -2543,10 +2543,14 @@ class Directories:
         """
         self.problems = {}
         parents = own_directories(settings)
-        for parent in parents:
-            if settings.has_private_hugepages and basename(dirname(parent)) in HUGETLBFS:
-                with self._noting_problem(parent, "FAIL"):
-                    make_own_directory(parent)
+        needed = []
+        if settings.has_private_hugepages:
+            needed += [path for path in parents if basename(dirname(path)) in HUGETLBFS]
+        if settings.sharing.resources and settings.sharing.lock_dir:
+            needed.append(f"{settings.sharing.lock_dir}/{OWN_DIRECTORY}")
+        for parent in needed:
+            with self._noting_problem(parent, "FAIL"):
+                make_own_directory(parent)
 
         for path in named:
             if dirname(path) in parents and not os.path.lexists(path):

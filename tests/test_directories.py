@@ -280,15 +280,18 @@ async def test_with_cdi_a_shared_device_has_its_locks_in_the_answer_and_nothing_
 async def test_without_its_directory_for_locks_a_pod_is_refused_with_path_and_reason(
     kubelet: Kubelet, start: StartDaemon, short_tmp: Path
 ) -> None:
-    """Containers that do not take turns would break each other's work."""
+    """Containers that do not take turns would break each other's work. The status has it, too."""
     lock_dir = short_tmp / "missing"
-    await start(sharing=Sharing(lock_dir=str(lock_dir), resources=SHARED))
+    daemon = await start(sharing=Sharing(lock_dir=str(lock_dir), resources=SHARED))
     await kubelet.registered(N150)
+    problem = f"{lock_dir}/{ttdp.OWN_DIRECTORY}: No such file or directory"
+    await until(lambda: problem in daemon.status)
     with pytest.raises(AdmissionError, match=f"No such file or directory: '{lock_dir}"):
         await kubelet.admit("one", "main", {N150: 1})
 
     lock_dir.mkdir()
     await kubelet.admit("two", "main", {N150: 1})
+    await until(lambda: problem not in daemon.status)
 
 
 # -- removal ---------------------------------------------------------------------------------------

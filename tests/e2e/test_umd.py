@@ -95,6 +95,7 @@ def test_containers_take_turns(node: Node) -> None:
     """
     (chip,) = node.cards.add("n300")
     replicas = {f"{chip.bdf}::{n}" for n in range(3)}
+    node.machine.path(LOCKS).mkdir()
     node.start_daemon(SHARED, expected={N300: replicas})
 
     first = start_holder(node)
@@ -106,7 +107,7 @@ def test_containers_take_turns(node: Node) -> None:
     assert lock == umd.LOCK
     for command in (["rm", f"/dev/shm/{lock}"], ["mv", f"/dev/shm/{lock}", "/dev/shm/moved"]):
         assert "not permitted" in second.run("busybox", *command).stderr
-    assert node.machine.path(f"{LOCKS}/n300").stat().st_mode & 0o7777 == 0o1777
+    assert node.machine.path(f"{LOCKS}/tt-device-plugin/n300").stat().st_mode & 0o7777 == 0o1777
     assert said(first) == ["holds"]
 
     first.kill()
