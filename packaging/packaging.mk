@@ -122,7 +122,7 @@ reproducible: $(VENV)/pyvenv.cfg
 e2e-systemd e2e-kubelet e2e-pythons e2e-cgroup2 e2e-arm64: $(VENV)/ready
 
 # The tests that boot systems, but need neither kubelets nor containerd.
-SYSTEMD_TESTS := package.py driver.py logind.py repository.py rollout.py node_problems.py
+SYSTEMD_TESTS := package.py driver.py logind.py repository.py node_problems.py
 
 # The package in booted Debian systems.
 e2e-systemd: $(DEB)$(MACHINE).deb

@@ -12,7 +12,7 @@ need root. What they are made of, from below:
     node.py        Node: a Site with a kubelet, and its pods; a test begins like the one there
     watchednode.py WatchedNode: a Node of whose pods is known what they have open (openers.py)
     readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
-    container.py   a booted Debian; host.py: with the package; repository.py: an apt repository
+    container.py   a booted Debian; host.py: with the package
     vm.py          a virtual machine; scripts with steps.py and guestnode.py run in it
     kubeletconfig.py, remote_kubelet.py    what nodes, guests and containers have in common
 """
@@ -33,7 +33,6 @@ from tests.e2e.daemon import Site, stale_zipapp
 from tests.e2e.host import Host, Packages
 from tests.e2e.machine import Scratch
 from tests.e2e.node import Node
-from tests.e2e.repository import Publisher
 from tests.world.processes import ROOT
 
 Told = Callable[[str], None]
@@ -86,19 +85,6 @@ def packages(deb: Path) -> Iterator[Packages]:
     require_root(dpkg_buildpackage="dpkg-dev debhelper")
     with Scratch() as work:
         yield Packages.of(deb, work)
-
-
-@pytest.fixture(scope="session")
-def publisher(packages: Packages) -> Iterator[Publisher]:
-    """Return who makes repositories of these packages, with a key, and has a second key."""
-    require_root(apt_ftparchive="apt-utils", gpg="gpg")
-    with Scratch() as work:
-        publisher = Publisher(work, packages)
-        publisher.make_key("publisher")
-        publisher.make_key("another person")
-        yield publisher
-
-        publisher.run("gpgconf", "--kill", "all")  # the agent of that directory
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
-"""What only a real kernel and udev can show, in a virtual machine: `fix` at work, the driver that is
-loaded at boot and by the installation, and the links by PCI address."""
+"""What only a real kernel and udev can show, in a virtual machine: `fix`, the driver, the links.
+
+The driver is loaded at boot and by the installation; the links are by PCI address.
+"""
 
 from __future__ import annotations
 

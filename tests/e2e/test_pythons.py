@@ -10,8 +10,8 @@ import pytest
 
 from tests import pythons
 from tests.e2e.conftest import Told
-from tests.e2e.container import PACKAGES, Container, optional, require_root
-from tests.e2e.host import PYZ, unpacked_zipapp
+from tests.e2e.container import PACKAGES, Container, optional
+from tests.e2e.host import PYZ, Packages
 from tests.world.processes import ROOT
 
 RELEASES = {13: "trixie", 14: "forky", 15: "forky"}
@@ -22,20 +22,17 @@ PYTHON = "/srv/shared/venv/bin/python"
 class Debian(Container):
     """A release with a Python, the package, this project's sources and their requirements."""
 
-    def __init__(self, minor: int, deb: Path) -> None:
-        binds = {ROOT: "/srv/project", deb.parent: "/srv/packages"}
+    def __init__(self, minor: int, packages: Packages) -> None:
+        binds = {ROOT: "/srv/project", packages.directory: "/srv/packages"}
+        binds |= {packages.modules: "/srv/modules"}
         super().__init__(RELEASES[minor], binds, f"{PACKAGES},python3.{minor}")
         self.minor = minor
-        self.deb = deb
 
     def start(self) -> None:
-        zipapp = unpacked_zipapp(self.deb, self.shared / "unpacked")
-        pythons.bundled(zipapp, self.shared / "bundled")
         shutil.copytree(pythons.tools(self.minor, pythons.WORK), self.shared / "tools")
-
         self.boot()
-        modules = ("/srv/shared/bundled/site-packages", "/srv/shared/tools")
-        for command in pythons.make_venv(Path("/srv/shared/venv"), *modules):
+        venv = pythons.make_venv(Path("/srv/shared/venv"), "/srv/modules", "/srv/shared/tools")
+        for command in venv:
             self(f"python3.{self.minor}", *command)
 
     def run_in_project(self, *command: str) -> str:
@@ -48,19 +45,18 @@ class Debian(Container):
 
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda minor: f"3.{minor}")
-def debian(request: pytest.FixtureRequest, deb: Path) -> Iterator[Debian]:
-    require_root()
+def debian(request: pytest.FixtureRequest, packages: Packages) -> Iterator[Debian]:
     with optional(unless=request.param in REQUIRED):
-        debian = Debian(request.param, deb)
+        debian = Debian(request.param, packages)
     with debian:
         yield debian
 
 
-def test_the_suite_and_the_zipapp(debian: Debian, told: Told) -> None:
+def test_the_suite_and_the_zipapp(debian: Debian, packages: Packages, told: Told) -> None:
     """The tests that depend on the language pass without the package; then the zipapp runs."""
     results = [debian.run_in_project(PYTHON, *pythons.suite(Path("/srv/project"), "/tmp/suite"))]
 
-    debian("apt-get", "install", "--yes", f"/srv/packages/{debian.deb.name}")
+    debian("apt-get", "install", "--yes", packages.current)
     for command in pythons.zipapp_commands(PYTHON, Path(PYZ)).values():
         results.append(debian.run_in_project(*command))
     told("; ".join(results))
