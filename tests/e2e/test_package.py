@@ -495,7 +495,7 @@ def test_removal(host: Host) -> None:
     since = time.monotonic()
     host("apt-get", "remove", "--yes", UNIT)
     host.kubelet.event("ended", since, resource=RESOURCE)
-    host.shell("systemctl stop kubelet; rm /etc/systemd/system/kubelet.service")
+    host.shell("systemctl disable --now kubelet; rm /etc/systemd/system/kubelet.service")
 
     assert host.property("ActiveState") in ("inactive", "failed")
     assert host.property("LoadState") != "loaded"
