@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 git() { command git -c 'safe.directory=*' "$@"; } # root may build in another user's clone
 
-if [ ! -e .git ] || ! command -v git >/dev/null; then
+if [ ! -e .git ] || ! type -P git >/dev/null; then
     echo 0~source
 elif tagged=$(git describe --match 'v[0-9]*' --abbrev=10 --dirty=+dirty 2>/dev/null); then
     sed -E 's/^v//; s/-([0-9]+)-g/+git\1.g/' <<<"$tagged"

@@ -118,6 +118,21 @@ def test_without_git(repository: Repository) -> None:
     assert version == "0~source" and rises(version, "0.1.0")
 
 
+def test_git_is_not_installed(repository: Repository, tmp_path: Path) -> None:
+    """Building in a clone without git says nothing of it, as the demo needs no version."""
+    for tool in ("bash", "dirname"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+
+    done = subprocess.run(
+        [repository.top / "packaging/version.sh"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert (done.stdout, done.stderr) == ("0~source\n", "")
+
+
 # -- releases --------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def test_the_two_commands(tree: Tree, target: str, told: Told) -> None:
     status, lines = tree.make(target)
     output = "\n".join(line for _, line in lines)
     assert status == 0, output[-6000:]
+    assert "Traceback" not in output, output[-6000:]
 
     announced = [line for _, line in lines if " once: about " in line]
     assert announced, output[:3000]

@@ -92,7 +92,7 @@ def _overwrite(path: Path, data: bytes) -> bool:
 def put_control(path: Path) -> None:
     """Make a file that is only written to; what a write does, tests.world.controls knows."""
     os.mkfifo(path)
-    path.chmod(0o200)
+    path.chmod(0o600)  # sysfs has 0200, but the simulation must open it for reading, too
 
 
 def put_errno(path: Path, name: str) -> None:
