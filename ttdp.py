@@ -2181,6 +2181,7 @@ class HoldBook:
         self._written: Collection[HoldKey] = ()  # those in the checkpoint
         self._answers: dict[str, Answer] = {}  # by token, the newest last
         self._allowed = dict(saved.allowed)  # when the last start was allowed, by pod
+        self._have_run = False  # one of these pods had a process in its cgroup
         self._streams = 0  # open ListAndWatch streams
         self._connected_since = inf  # since when there was always one
 
@@ -2236,6 +2237,7 @@ class HoldBook:
         """Drop what has ended with a pod's cgroup, and answers that are old."""
         exists = self.cgroups.exists
         self._allowed = {pod: at for pod, at in self._allowed.items() if exists(pod)}
+        self._have_run = self._have_run or any(map(self.cgroups.is_populated, self._allowed))
         self._holds = {
             key: hold
             for key, hold in self._holds.items()
@@ -2293,14 +2295,15 @@ class HoldBook:
         return now - allowed_at < STARTED_WITHIN or self.cgroups.is_populated(pod)
 
     def has_no_processes(self, now: float) -> bool:
-        """Return whether pods were started long ago, and none of them has a process.
+        """Return whether pods were started long ago, and none has ever had a process.
 
         Then kubelet and runtime have different cgroup drivers, or the pods' cgroups are not found.
+        A pod that has ended keeps its cgroup, without a process, until the kubelet removes it.
         """
         if self._streams and not self.cgroups.have_roots:
             return True
-        pods = [pod for pod, at in self._allowed.items() if now - at >= STARTED_WITHIN]
-        return bool(pods) and not any(map(self.cgroups.is_populated, pods))
+        were_started = any(now - at >= STARTED_WITHIN for at in self._allowed.values())
+        return were_started and not self._have_run
 
     def add(self, hold: Hold, now: float) -> None:
         """Add an answer that is given now."""

@@ -208,9 +208,7 @@ async def both_reboot(late: Node, ours: Node) -> None:
 async def a_chip_stops(node: Node) -> None:
     user = PODS[1]
     chip = node.machine.chip(node.device_of(user))
-    step(
-        "The firmware of a card stops. The kernel reports nothing, and the device file is as before."
-    )
+    step("The firmware of a card stops. The kernel reports nothing, the device file is as before.")
     chip.freeze()
     await node.show_allocatable(1)
     text = await node.show_command("list")

@@ -427,15 +427,25 @@ def test_the_chips_of_a_pod_that_left_the_checkpoint_are_chosen_last(world: Book
 
 
 def test_pods_without_any_process_show_different_cgroup_drivers(world: BookWorld) -> None:
-    """Two minutes after their starts, if none of them has one, or if pods have no cgroups."""
-    world.run(entry())
+    """Two minutes after their starts, if none has ever had one, or if pods have no cgroups.
+
+    A pod that has ended shows nothing: the kubelet removes its cgroup some seconds later.
+    """
+    world.answer(entry())
+    world.write(entry())
     world.make_cgroup(populated=False)
+    assert world.start(entry()) == "allowed"
     assert not world.book.has_no_processes(world.now)
 
     world.now += 120
     assert world.book.has_no_processes(world.now)
 
     world.make_cgroup()
+    world.look()
+    assert not world.book.has_no_processes(world.now)
+
+    world.make_cgroup(populated=False)
+    world.look()
     assert not world.book.has_no_processes(world.now)
 
     without = BookWorld(world.home / "other")
