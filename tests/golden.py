@@ -161,6 +161,7 @@ class Case:
         """Write a file; a path below ROOT."""
         file = self._host.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # sysfs and procfs have files that nobody can write to
         file.write_text(text.replace("\\n", "\n"))
 
     def remove(self, path: str) -> None:

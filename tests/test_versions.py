@@ -13,6 +13,8 @@ import pytest
 
 from tests.world.processes import ROOT
 
+pytestmark = pytest.mark.skipif(not shutil.which("git"), reason="NOT RUN: no git")
+
 NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n- Something.\n\n## 0.1.0 – 2026-01-01\n"
 ENVIRONMENT = os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
 for who in ("AUTHOR", "COMMITTER"):
