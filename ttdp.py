@@ -3169,12 +3169,10 @@ class Registration(NamedTuple):
 Registrations = Mapping[str, Registration]  # by resource
 
 
-def status_line(
-    decision: Decision, registrations: Registrations, problems: Iterable[str | None]
-) -> str:
+def status_line(decision: Decision, registrations: Registrations, problems: Iterable[str]) -> str:
     """Return a summary for operators, which systemd shows as the service's status.
 
-    `problems`: the node's, for its end; None is left out.
+    `problems`: the node's, for its end.
     """
     parts = [_summary(resource) for resource in decision.resources.values()]
 
@@ -3203,7 +3201,7 @@ def status_line(
         for name, registration in registrations.items():
             if not registration.is_registered:
                 texts.add(f"{name} {registration.text}")
-    return "; ".join([*parts, *sorted(texts), *filter(None, problems)])
+    return "; ".join([*parts, *sorted(texts), *problems])
 
 
 def _summary(resource: Resource) -> str:
@@ -4680,9 +4678,11 @@ class Reporter:
 
     def status(self, decision: Decision, problems: Iterable[Problem]) -> str:
         """Return the status line, with the node's problems."""
-        is_nodes = ("", "unreadable")  # what is wrong with devices is in their summary
-        texts = [str(problem) for problem in problems if problem.kind in is_nodes]
-        return status_line(decision, self._sessions.registrations, [*texts, self._host.rejected])
+        of_node = ("", "unreadable")  # what is wrong with devices is in their summary
+        texts = [str(problem) for problem in problems if problem.kind in of_node]
+        if reason := self._host.rejected:
+            texts.append(f"the configuration was rejected at the last reload: {reason}")
+        return status_line(decision, self._sessions.registrations, texts)
 
     def metrics(self) -> str | None:
         """Return all metrics; None while the node cannot be read: figures would be old."""
@@ -5026,7 +5026,7 @@ class Daemon:
             loaded = self._load()
         except ConfigError as error:
             log.error("reload failed, keeping the old configuration: %s", error)
-            host.rejected = f"the configuration was rejected at the last reload: {error}"
+            host.rejected = str(error)
             return
 
         # Files and sockets below these directories were opened at the start.

@@ -71,8 +71,9 @@ async def test_a_rejected_configuration_changes_nothing_and_is_shown_until_it_is
     daemon.forget_notes()
     daemon.reload()
     await daemon.ready()
-    reason = "the configuration was rejected at the last reload: config.toml: unit: 'half' is"
-    assert reason in daemon.status and daemon.view()["rejected"].startswith(reason)
+    error = "config.toml: unit: 'half' is not valid; must be chip or board"
+    reason = f"the configuration was rejected at the last reload: {error}"
+    assert reason in daemon.status and daemon.view()["rejected"] == error
     assert len(errors(caplog)) == 1 and "keeping the old configuration" in errors(caplog)[0]
 
     chip.vanish()

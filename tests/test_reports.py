@@ -154,7 +154,7 @@ def told(decision: Decision, titles: str) -> Iterator[str]:
     names = [*decision.resources]
     registrations = {name: WAITING if "former" in name else REGISTERED for name in names}
     problems = [*ttdp.problems_of(decision), Problem("files", "/x cannot be written", "mount /x")]
-    status = ttdp.status_line(decision, registrations, [None, "/x cannot be written"])
+    status = ttdp.status_line(decision, registrations, ["/x cannot be written"])
     log = ttdp.changes({}, ttdp.conditions(decision, problems))
     metrics = ttdp.plugin_metrics(decision, registrations, COUNTS, 1.5e9)
     view = ttdp.view_of_node(
