@@ -93,8 +93,7 @@ else:
 __version__ = "0.2.0"
 
 Json = dict[str, Any]
-DeviceIds = frozenset[str]  # as the kubelet allocates them; an unshared chip has its address
-Task = asyncio.Task[None]
+Ids = frozenset[str]  # of devices, as the kubelet allocates them; see the head of this file
 
 log = logging.getLogger("tt-device-plugin")
 
@@ -448,7 +447,7 @@ class Settings:
 
     @property
     def sys(self) -> str:
-        """Return the host's /sys, below `root`; dev and proc likewise."""
+        """Return the path of the host's /sys, which is below `root`."""
         return f"{self.root.rstrip('/')}/sys"
 
     @property
@@ -1721,7 +1720,7 @@ class Resource:
         return list(found.values())
 
     @cached_property
-    def refused(self) -> frozenset[str]:
+    def refused(self) -> Ids:
         """Return the IDs that Allocate refuses."""
         unhealthy = {device_id for device_id, is_healthy, _ in self.list_entries if not is_healthy}
         reserved = {device_id for device_id, each in self.devices.items() if each.is_reserved}
@@ -1872,7 +1871,7 @@ def is_selected(device: Device, entry: SharedResource) -> bool:
 #                         answer and has not seen the cgroup; also while no kubelet is connected, or
 #                         one has been for less than STARTED_WITHIN, or the node has no directory of
 #                         pods' cgroups
-#     no longer           while its pod runs: it was deleted by force, or the kubelet began anew
+#     no longer           while its pod runs: it was deleted by force, or the checkpoint was lost
 #
 # A pod *runs* on its chips if a start of one of its containers was allowed, and its cgroup has a
 # process, or the cgroup exists and the last start was allowed less than STARTED_WITHIN ago.
@@ -1895,7 +1894,7 @@ class Hold(NamedTuple):
     """One answer to Allocate: the devices of a resource that a container was given."""
 
     resource: str
-    ids: frozenset[str]
+    ids: Ids
     token: str  # empty: another version gave the answer
     chips: frozenset[str]  # PCI addresses
     directories: tuple[str, ...] = ()  # on the host, each in an OWN_DIRECTORY
@@ -1914,7 +1913,7 @@ class Hold(NamedTuple):
                 return basename(path)
         return None
 
-    def is_for(self, resource: str, ids: frozenset[str]) -> bool:
+    def is_for(self, resource: str, ids: Ids) -> bool:
         """Return whether it is for exactly these IDs."""
         return (self.resource, self.ids) == (resource, ids)
 
@@ -1986,7 +1985,7 @@ def _parse_entry(entry: Json) -> Hold | None:
     return hold._replace(pod=printable(pod), container=printable(container))
 
 
-def hold_of(answer: pb.ContainerAllocateResponse, resource: str, ids: frozenset[str]) -> Hold:
+def hold_of(answer: pb.ContainerAllocateResponse, resource: str, ids: Ids) -> Hold:
     """Return the hold of an answer, without pod and container."""
     paths = [mount.host_path for mount in answer.mounts]
     return Hold(
@@ -2147,7 +2146,7 @@ class Call:
     """A PreStartContainer call, which has only a resource and IDs."""
 
     resource: str
-    ids: frozenset[str]
+    ids: Ids
     came_at: float  # seconds of the monotonic clock
     callers: frozenset[str] = frozenset()  # the pods whose call it may be; none: not known yet
     chips: frozenset[str] = frozenset()  # in their answers
@@ -2309,7 +2308,7 @@ class HoldBook:
         """Add an answer that is given now."""
         self._answers[hold.token] = Answer(hold, now)
 
-    def _newest_answer(self, resource: str, ids: frozenset[str], now: float) -> Answer | None:
+    def _newest_answer(self, resource: str, ids: Ids, now: float) -> Answer | None:
         """Return the last answer for exactly these IDs, if kubelets may not have written it yet."""
         for answer in reversed(self._answers.values()):
             if answer.hold.is_for(resource, ids):
@@ -2347,9 +2346,9 @@ class HoldBook:
     def _find_callers(self, call: Call, entries: Sequence[Hold], now: float) -> None:
         """Set the callers, and their chips, if they are known now; raises RequestError.
 
-        Kubelets write late, and older writings land after newer ones: they are not known while the
-        checkpoint lacks the newest answer. Their chips are those in their answers, as the present
-        list can have the ID for others.
+        Kubelets write late, and older writings land after newer ones, so callers are not known
+        while the checkpoint lacks the newest answer. The chips are those in the callers' answers,
+        as the present list can have the IDs for others.
         """
         newest = self._newest_answer(call.resource, call.ids, now)
         if newest and newest.at > call.came_at:
@@ -2386,7 +2385,7 @@ class HoldBook:
                 found.append(answer.hold)
         return found
 
-    def hugepages_for(self, resource: str, ids: frozenset[str], now: float) -> str | None:
+    def hugepages_for(self, resource: str, ids: Ids, now: float) -> str | None:
         """Return the name of existing hugepage directories for a new answer; None: new ones.
 
         The kubelet gives an init container's IDs to the pod's other containers, too, each with an
@@ -2637,7 +2636,7 @@ class Decision:
     unsupported: tuple[str, ...]  # addresses of functions that are not supported
     chips: Mapping[str, Chip]  # also chips that only a hold has, in the order of addresses
     holds: Sequence[Hold]
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # of pods, by UID
     offer: Offer  # by the configuration alone
     resources: Resources  # as advertised, by name
 
@@ -2748,7 +2747,7 @@ class Board:
             links,  # before the size: a program for linked chips fails on others
             self.room,  # of boards that are large enough, the smallest
             is_whole,
-            max(needed - self.room_on_node, 0),  # of NUMA nodes likewise
+            max(needed - self.room_on_node, 0),  # the same for NUMA nodes
             self.room_on_node,
         ]
         return cost, devices
@@ -2801,7 +2800,7 @@ def check_replicas(resource: Resource, number: int) -> None:
         raise RequestError(Status.INVALID_ARGUMENT, reason)
 
 
-def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, size: int) -> None:
+def _check_question(resource: Resource, free: Ids, required: Ids, size: int) -> None:
     """Raise RequestError if no choice of this size fits these IDs, or if one is unknown."""
     if unknown := sorted((free | required).difference(resource.devices)):
         reason = f"{resource.name} has no device {abbreviate(unknown)}"
@@ -2816,7 +2815,7 @@ def _check_question(resource: Resource, free: DeviceIds, required: DeviceIds, si
 
 
 def _ids_by_rank(
-    resource: Resource, free: DeviceIds, required: DeviceIds, forgotten: DeviceIds
+    resource: Resource, free: Ids, required: Ids, forgotten: Ids
 ) -> dict[Rank, dict[int, str]]:
     """Return the IDs of each rank, by the numbers of their devices; of a device at most one."""
     refused = resource.refused
@@ -3568,10 +3567,10 @@ class Readers:
 
 
 def replace_file(path: str, text: str, mode: int) -> None:
-    """Write a file anew; raises OSError.
+    """Write a file, or replace it; raises OSError.
 
-    It is created and renamed: nothing that another user has put in its place is followed or written
-    to.
+    A new one is created and renamed, so nothing that another user has put in its place is followed
+    or written to.
     """
     new = f"{dirname(path)}/.{basename(path)}.new"
     if_exists(os.unlink, new)  # of a daemon that was killed
@@ -4147,7 +4146,7 @@ class Allocator:
         return edits
 
     def prefer(
-        self, name: str, question: pb.ContainerPreferredAllocationRequest, listed: frozenset[str]
+        self, name: str, question: pb.ContainerPreferredAllocationRequest, listed: Ids
     ) -> list[str]:
         """Return the best IDs of a resource; raises RequestError, OSError.
 
@@ -4302,7 +4301,7 @@ class AdvertisedList:
 
     def __init__(self) -> None:
         self.message = pb.ListAndWatchResponse()
-        self.ids: frozenset[str] = frozenset()  # that were ever in it
+        self.ids: Ids = frozenset()  # that were ever in it
         self._entries: Sequence[tuple[str, bool, tuple[int, ...]]] = ()
         self._outdated = asyncio.Event()  # of this message, for the streams that have sent it
 
@@ -4384,7 +4383,8 @@ class Endpoint(rpc.DevicePluginServicer):
     async def register(self) -> Ended | None:
         """Call Register with the name of the socket; return how that fails. Raises OSError.
 
-        A kubelet's own answer has the code UNKNOWN: it returns plain errors (v1beta1/server.go).
+        UNAVAILABLE is always gRPC's own: a kubelet that refuses answers UNKNOWN, as it returns
+        plain errors (v1beta1/server.go).
         """
         request = pb.RegisterRequest(
             version="v1beta1",
@@ -4409,7 +4409,7 @@ class Endpoint(rpc.DevicePluginServicer):
         return None
 
     def look(self) -> None:
-        """Look whether both sockets are the same as at Register, if that was; raises OSError.
+        """Look whether both sockets are those of Register, once it was called; raises OSError.
 
         While there is no kubelet.sock, an open stream keeps working.
         """
@@ -4601,7 +4601,7 @@ class KubeletSessions:
         self.allocator = allocator
         self._directory = directory
         self._wake = wake
-        self._closing: dict[str, Task] = {}  # sessions of resources that have ended
+        self._closing: dict[str, asyncio.Task[None]] = {}  # sessions of resources that have ended
 
     @property
     def registrations(self) -> Registrations:
@@ -5478,10 +5478,11 @@ def _mounts(view: View) -> Findings:
 
 
 def _kubelet(view: View) -> Findings:
-    path = f"{view['settings']['device_plugin_dir']}/{KUBELET_SOCKET}"
+    directory = view["settings"]["device_plugin_dir"]
+    path = f"{directory}/{KUBELET_SOCKET}"
     if exists(path):
         yield Finding("ok", "kubelet", f"{path} exists")
-    else:
+    elif exists(dirname(directory)):  # else there is no kubelet, which is a problem of the view's
         yield Finding("warn", "kubelet", f"{path} does not exist; is the kubelet running?")
 
 
@@ -5961,6 +5962,10 @@ def find_tt_smi(settings: Settings) -> str:
         done = subprocess.run(command, capture_output=True, timeout=VERSION_TAKES)
     except subprocess.TimeoutExpired:
         raise Refusal(f"{path} --version does not answer") from None
+    if done.returncode:  # for example, a library is missing
+        error = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise Refusal(f"{path} --version fails: {error or f'status {done.returncode}'}")
+
     version = done.stdout.decode("utf-8", "replace").strip()
     numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if not numbers or (int(numbers[1]), int(numbers[2])) < TT_SMI_NEEDED:

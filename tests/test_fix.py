@@ -465,18 +465,29 @@ def test_a_pod_that_gets_the_other_chip_during_a_reset_is_named(host: Commanded)
     assert found.out.endswith("pods that must be started again: default/train\n")
 
 
-@pytest.mark.parametrize("script", ["sleep 600", "exit 3", "echo 4.2-beta; exec sleep 600"])
+@pytest.mark.parametrize(
+    "script, reason",
+    [
+        ("sleep 600", "--version does not answer"),
+        ("echo 4.2-beta; exec sleep 600", "--version does not answer"),
+        ("exit 3", "--version fails: status 3"),
+        (
+            "echo Traceback >&2; echo 'ImportError: x' >&2; exit 1",
+            "--version fails: ImportError: x",
+        ),
+        ("exit", "is version unknown; tt-smi 4.2"),
+    ],
+)
 def test_a_tt_smi_that_does_not_print_its_version_is_not_used(
-    host: Commanded, dead: Chip, script: str
+    host: Commanded, dead: Chip, script: str, reason: str
 ) -> None:
-    """It hangs, or prints nothing."""
+    """It hangs, fails, or prints nothing."""
     host.constants["VERSION_TAKES"] = 0.5
     tt_smi = host.node.root / "bin/tt-smi"
     tt_smi.write_text(f"#!/bin/sh\n{script}")
 
     found = host.run("fix", ADDRESS, "--yes")
 
-    reason = "--version does not answer" if "600" in script else "is version unknown; tt-smi 4.2"
     assert found.err.startswith(f"{tt_smi} {reason}") and found.status == 1
 
 
