@@ -473,7 +473,7 @@ async def calls(bench: Bench) -> list[Row]:
         preferred = await in_turns(*plugins, "GetPreferredAllocation", [question])
 
     return [
-        replace(same, what="Allocate of one device").below(1.2),
+        replace(same, what="Allocate of one device").below(1.5),
         replace(another, what="Allocate of another device each time").below(1.5),
         replace(preferred, what="GetPreferredAllocation, 14 of 28 devices").below(3.5),
     ]
