@@ -2885,7 +2885,8 @@ def _on_one_numa_node(boards: Sequence[Board], needed: int) -> Sequence[Board]:
     # The node on which the fewest boards are enough, and of these the smallest.
     best = boards
     least: tuple[float, float] = inf, inf
-    for numa_nodes in [used_nodes] if used_nodes else [board.numa_nodes for board in boards]:
+    possible = [used_nodes] if used_nodes else [board.numa_nodes for board in boards]
+    for numa_nodes in possible:
         group = [board for board in boards if board.numa_nodes <= numa_nodes]
         rooms = sorted((board.room for board in group), reverse=True)
         used_up = sum(total < needed for total in accumulate(rooms))
@@ -5654,7 +5655,9 @@ def _is_new(step: Step, done: Sequence[Step]) -> bool:
 
 
 def command_of(step: Step, look: Look, settings: Settings, tt_smi: str = "") -> str:
-    """Return the shell command that is a step."""
+    """Return the shell command that is a step; empty to wait."""
+    if step is Step.WAIT:
+        return ""
     function = look.function
     bus, quote = f"{settings.sys}/bus/pci", shlex.quote
     driver = f"{bus}/drivers/{DRIVER}"
@@ -5693,11 +5696,13 @@ def plan_of(step: Step, look: Look, command: str = "") -> Plan:
     lines = []
     needs_answer = False
     if step is Step.RESET and row["board"] == "p300":
-        whose = "the other chip of its board, is reset, too"
-        lines += [f"{each['bdf']}, {whose}; {use_of(each)}" for each in others]
-        needs_answer = len(others) != 1 or has_unknown_users(others[0])
-        if len(others) != 1:
-            lines = ["the other chip of its board, which is not known, is reset, too"]
+        if len(others) == 1:
+            whose = "the other chip of its board, is reset, too"
+            lines.append(f"{others[0]['bdf']}, {whose}; {use_of(others[0])}")
+            needs_answer = has_unknown_users(others[0])
+        else:
+            lines.append("the other chip of its board, which is not known, is reset, too")
+            needs_answer = True
     else:
         used = [each for each in others if use_of(each) != UNUSED]
         lines += [f"this also concerns {each['bdf']}: {use_of(each)}" for each in used]
