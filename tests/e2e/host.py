@@ -92,7 +92,6 @@ class Line(NamedTuple):
     """A line of the daemon in the journal; `at`: seconds of CLOCK_MONOTONIC, when it came there."""
 
     at: float
-    pid: int
     priority: int
     text: str
 
@@ -230,8 +229,7 @@ class Host(Container):
             entry = json.loads(line) if line.startswith("{") else {}
             if entry.get("SYSLOG_IDENTIFIER") == UNIT:
                 at = int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6
-                pid, priority = int(entry["_PID"]), int(entry["PRIORITY"])
-                found.append(Line(at, pid, priority, str(entry["MESSAGE"])))
+                found.append(Line(at, int(entry["PRIORITY"]), str(entry["MESSAGE"])))
         return [line for line in found if line.at >= since]
 
     def line(self, since: float, part: str) -> Line:
