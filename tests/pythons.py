@@ -28,7 +28,7 @@ WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
 PARTS = (
     *("cli", "config", "daemon", "events", "files"),
-    *("metrics", "readers", "registration", "start", "systemd"),
+    *("readers", "registration", "reports", "start", "systemd"),
 )
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # Their requirements on Python 3.10, which pip does not see if another Python runs it.

@@ -374,14 +374,10 @@ def test_boot_with_the_kubelet(host: Host, told: Told) -> None:
 
 @pytest.mark.usefixtures("running")
 def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
-    """Pods keep their devices, locks and configuration stay, the old build is deleted.
-
-    Also if the former version has left a state that this one does not read.
-    """
+    """Pods keep their devices, locks and configuration stay, the old build is deleted."""
     held = admit_pod(host)
     builds = set(os.listdir(host.path(CACHE)))
     before = locks(host)
-    host.write("/var/lib/tt-device-plugin/state.json", '{"format": 6, "boot": "", "chips": {}}')
 
     since = time.monotonic()
     output = host.install(host.packages.following)
@@ -394,7 +390,6 @@ def test_upgrade_with_devices_allocated(host: Host, told: Told) -> None:
 
     assert NEXT in host("tt-device-plugin", "--version")
     assert host.line(since, f"tt-device-plugin {NEXT}").priority == 6
-    assert host.line(since, "state.json is discarded: ")
     now = set(os.listdir(host.path(CACHE)))
     assert len([name for name in now if not name.startswith(".")]) == 1 and not builds & now, now
     told(f"the kubelet was without the plugin for {ms(back - ended)}")
