@@ -100,10 +100,15 @@ BOARDS = [
 SHARED = Sharing(
     resources=(SharedResource("wormhole", 4), SharedResource("blackhole", 2, "half", (bdf(4),)))
 )
+# Without hugepages where there is a CDI file: that has those of this machine.
 NODES: dict[str, Decision] = {
     "mixed": decide(
         MIXED,
-        Settings(exclude=(bdf(2), bdf(9)), mounts=(Mount("/srv", "/models", True),)),
+        Settings(
+            exclude=(bdf(2), bdf(9)),
+            mounts=(Mount("/srv", "/models", True),),
+            hugepages="none",
+        ),
         [
             hold("n150", bdf(1), buses=[1]),
             hold("former", "x", buses=[4], pod="u2"),
@@ -130,7 +135,7 @@ NODES: dict[str, Decision] = {
     ),
     "none": decide([], driver=None),
     "unsupported": decide([], unsupported=(bdf(12),)),
-    "excluded": decide([chip(1)], Settings(exclude=(bdf(1),))),
+    "excluded": decide([chip(1)], Settings(exclude=(bdf(1),), hugepages="none")),
 }
 REGISTERED = Registration("registered with kubelet", True, 2, True)
 WAITING = Registration("waiting for kubelet (its socket is closed)", has_tried=True)
