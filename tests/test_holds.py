@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 import ttdp
-from generated import deviceplugin_pb2 as pb
 from tests.chips import bdf, chip, decide, hold
 from tests.world.book import ALWAYS, FIRST, N150, BookWorld, entry
 from tests.world.checkpoint import Entry, Held, Snapshot
-from ttdp import Mount, Settings, SharedResource, Sharing
+from ttdp import Mount, Settings
 
 SECOND = "7f0d2c4e-8b9a-4c1d-a2f3-5e6d7c8b9a01"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -36,85 +35,42 @@ def second(*buses: int, **others: Any) -> Entry:
 
 
 # -- which holds are current -----------------------------------------------------------------------
-#
-# Each row brings the world to a state, in which nothing happens any more. The hold is current for
-# so many seconds.
 
+HAPPENINGS: dict[str, Callable[[BookWorld], object]] = {
+    "answered": lambda world: world.answer(entry()),
+    "written": lambda world: world.write(entry()),
+    "runs": lambda world: world.run(entry()),
+    "looked at": BookWorld.look,
+    "deleted by force": BookWorld.write,
+    "has a cgroup": BookWorld.make_cgroup,
+    "has no process": lambda world: world.make_cgroup(populated=False),
+    "over": BookWorld.remove_cgroup,
+}
 
-def answered(world: BookWorld) -> None:
-    """No checkpoint names it: it is not read yet, and the kubelet itself keeps the ID."""
-    world.answer(entry())
-
-
-def admitted(world: BookWorld) -> None:
-    """Its cgroup is still to come: the network is not ready."""
-    world.answer(entry())
-    world.write(entry())
-
-
-def found_without_a_cgroup(world: BookWorld) -> None:
-    world.write(entry())
-
-
-def found_with_a_cgroup(world: BookWorld) -> None:
-    world.make_cgroup(populated=False)
-    world.write(entry())
-
-
-def running(world: BookWorld) -> None:
-    world.run(entry())
-
-
-def over(world: BookWorld) -> None:
-    world.run(entry())
-    world.remove_cgroup()
-
-
-def deleted_by_force(world: BookWorld) -> None:
-    world.run(entry())
-    world.write()
-
-
-def deleted_by_force_and_over(world: BookWorld) -> None:
-    world.run(entry())
-    world.write()
-    world.make_cgroup(populated=False)
-
-
-def deleted_by_force_before_its_start(world: BookWorld) -> None:
-    world.answer(entry())
-    world.write(entry())
-    world.make_cgroup()
-    world.look()
-    world.write()
-
-
-def of_another_daemon_and_deleted_by_force(world: BookWorld) -> None:
-    """It counts as started since it was found."""
-    found_with_a_cgroup(world)
-    world.look()
-    world.write()
-
-
+# What has happened to a pod, and for how many seconds its hold is current then.
 TABLE = [
-    (answered, 0),
-    (admitted, ALWAYS),
-    (found_without_a_cgroup, 0),
-    (found_with_a_cgroup, ALWAYS),
-    (running, ALWAYS),
-    (over, 0),
-    (deleted_by_force, ALWAYS),
-    (deleted_by_force_and_over, 120),
-    (deleted_by_force_before_its_start, 0),
-    (of_another_daemon_and_deleted_by_force, 120),
+    # No checkpoint names it: it is not read yet, and the kubelet itself keeps the ID.
+    ("answered", 0),
+    # Its cgroup is still to come: the network is not ready.
+    ("answered, written", ALWAYS),
+    # By a daemon that has just started.
+    ("written", 0),
+    ("has no process, written", ALWAYS),
+    ("runs", ALWAYS),
+    ("runs, over", 0),
+    ("runs, deleted by force", ALWAYS),
+    ("runs, deleted by force, has no process", 120),
+    # Before its start.
+    ("answered, written, has a cgroup, looked at, deleted by force", 0),
+    # By a daemon that has just started: it counts as started since it was found.
+    ("has no process, written, looked at, deleted by force", 120),
 ]
 
 
-@pytest.mark.parametrize(("row", "seconds"), TABLE, ids=[row.__name__ for row, _ in TABLE])
-def test_a_hold_is_current_by_the_table(
-    world: BookWorld, row: Callable[[BookWorld], None], seconds: int
-) -> None:
-    row(world)
+@pytest.mark.parametrize(("happenings", "seconds"), TABLE)
+def test_a_hold_is_current_by_the_table(world: BookWorld, happenings: str, seconds: int) -> None:
+    for each in happenings.split(", "):
+        HAPPENINGS[each](world)
 
     assert world.seconds(world.look) == seconds
 
@@ -149,16 +105,7 @@ def test_without_a_directory_of_pods_cgroups_the_checkpoint_decides(world: BookW
 
     assert world.look() == {bdf(1)}
     assert world.start(entry()) == "allowed"
-
-
-def test_a_static_pod_that_returns_under_its_uid_has_not_been_started(world: BookWorld) -> None:
-    """What is known of a pod's starts ends with its cgroup."""
-    world.run(entry())
-    world.remove_cgroup()
-    world.look()
-
-    world.make_cgroup()
-    assert not world.runs()
+    assert world.book.has_no_processes(world.now)
 
 
 # -- who runs --------------------------------------------------------------------------------------
@@ -187,11 +134,10 @@ def test_a_pod_without_processes_runs_for_two_minutes_after_each_start(world: Bo
     world.make_cgroup()
     assert world.runs()
 
-
-def test_a_pod_whose_cgroup_goes_has_ended_at_once(world: BookWorld) -> None:
-    world.run(entry())
+    # A static pod can return under its UID: it has not been started then.
     world.remove_cgroup()
-
+    assert not world.runs()
+    world.make_cgroup()
     assert not world.runs()
 
 
@@ -250,16 +196,6 @@ def test_a_container_does_not_wait_for_its_own_pods_others(world: BookWorld) -> 
     assert [world.start(each) for each in (*both, both[1])] == ["allowed"] * 3
 
 
-def test_a_pod_with_other_chips_or_none_is_not_waited_for(world: BookWorld) -> None:
-    world.run(entry())
-    other = second(2)
-    world.answer(other)
-    world.write(entry(), other)
-    world.make_cgroup(SECOND)
-
-    assert world.start(other) == "allowed"
-
-
 @pytest.mark.parametrize(
     ("resource", "ids", "expected"),
     [
@@ -294,38 +230,7 @@ def test_the_chips_of_a_start_are_those_of_the_answer(world: BookWorld) -> None:
     assert world.start(heir) == {FIRST}
 
 
-def test_of_two_pods_with_one_id_the_first_start_goes_on(world: BookWorld) -> None:
-    """kubernetes #137534: the kubelet has given both one ID, and a call has only that."""
-    both = [entry(), second()]
-    for each in both:
-        world.answer(each)
-    world.write(*both)
-    for pod in (FIRST, SECOND):
-        world.make_cgroup(pod)
-
-    first, other = world.call(both[0]), world.call(both[1])
-    assert world.outcome(first) == "allowed"
-    assert world.outcome(other) == {FIRST, SECOND}, "each may be the one that runs"
-
-    world.write(both[1])
-    world.remove_cgroup(FIRST)
-    assert world.start(both[1]) == "allowed"
-
-
 # -- whose start it is -----------------------------------------------------------------------------
-
-
-def test_a_call_waits_for_the_checkpoint_that_names_the_last_answer(world: BookWorld) -> None:
-    """An older one has the pod before, whose container would be taken for the caller's."""
-    world.run(entry())
-    heir = second()
-    world.answer(heir)
-    world.make_cgroup(SECOND)
-    call = world.call(heir)
-    assert world.outcome(call) == "unknown"
-
-    world.write(heir)
-    assert world.outcome(call) == {FIRST}
 
 
 def test_after_half_a_minute_an_answer_counts_as_lost(world: BookWorld) -> None:
@@ -353,27 +258,25 @@ def test_a_caller_has_a_cgroup(world: BookWorld) -> None:
     assert world.runs(SECOND) and not world.runs(FIRST)
 
 
-def test_a_call_outlives_its_pod_and_is_refused(world: BookWorld) -> None:
+@pytest.mark.parametrize(
+    "written",
+    [[], [entry(pod="third")], [second(2)]],
+    ids=["deleted, or an older writing", "the next one's", "other IDs"],
+)
+def test_a_call_is_refused_when_its_pod_does_not_have_the_ids_any_more(
+    world: BookWorld, written: list[Entry]
+) -> None:
     """The kubelet does not cancel it. Else the pod's sandbox would hold the chip."""
     heir = hand_over(world)
     call = world.call(heir)
     assert world.outcome(call) == {FIRST}
 
-    third = entry(pod="third")
-    world.answer(third)
-    world.write(third)
+    for each in written:
+        world.answer(each)
+    world.write(*written)
     world.remove_cgroup(FIRST)
-
     assert world.outcome(call) == "refused"
     assert not world.runs(SECOND)
-
-
-def test_a_pod_that_has_other_ids_by_now_is_no_caller_any_more(world: BookWorld) -> None:
-    heir = hand_over(world)
-    call = world.call(heir)
-    world.write(second(2))
-
-    assert world.outcome(call) == "refused"
 
 
 def test_a_call_is_refused_if_its_ids_are_given_away_before_it_is_known_whose_it_is(
@@ -389,18 +292,6 @@ def test_a_call_is_refused_if_its_ids_are_given_away_before_it_is_known_whose_it
 
     assert world.outcome(call) == "refused"
     assert world.start(second()) == "allowed"
-
-
-def test_an_older_writing_refuses_a_call_and_the_next_one_is_allowed(world: BookWorld) -> None:
-    world.answer(entry())
-    world.write(entry())
-    world.make_cgroup()
-    call = world.call(entry())
-    world.write()
-
-    assert world.outcome(call) == "refused"
-    world.write(entry())
-    assert world.start(entry()) == "allowed"
 
 
 # -- what the book keeps ---------------------------------------------------------------------------
@@ -447,12 +338,6 @@ def test_pods_without_any_process_show_different_cgroup_drivers(world: BookWorld
     world.make_cgroup(populated=False)
     world.look()
     assert not world.book.has_no_processes(world.now)
-
-    without = BookWorld(world.home / "other")
-    (without.cgroups / "kubepods/burstable").rmdir()
-    (without.cgroups / "kubepods").rmdir()
-    without.look()
-    assert without.book.has_no_processes(without.now)
 
 
 # -- hugepage directories --------------------------------------------------------------------------
@@ -624,13 +509,10 @@ def test_the_daemons_own_error_ends_no_hold_and_loses_no_checkpoint(
     assert world.look() == {bdf(1), bdf(2)}
 
 
-def as_json(given: Entry, **others: Any) -> dict[str, Any]:
-    return given.json() | others
-
-
 @pytest.mark.parametrize(
     "odd",
     [
+        {"AllocResp": ""},  # another vendor's
         {"AllocResp": "%"},
         {"AllocResp": base64.b64encode(ttdp.ADDRESSES.encode()).decode()},
         {"DeviceIDs": None},
@@ -639,19 +521,13 @@ def as_json(given: Entry, **others: Any) -> dict[str, Any]:
         None,
     ],
 )
-def test_an_entry_that_cannot_be_read_is_skipped(odd: dict[str, Any] | None) -> None:
+def test_an_entry_of_others_or_that_cannot_be_read_is_skipped(odd: dict[str, Any] | None) -> None:
     """Those beside it count."""
-    entries = [as_json(entry(2), **odd) if odd else 7, as_json(entry())]
+    entries = [entry(2).json() | odd if odd else 7, entry().json()]
     content = {"Data": {"PodDeviceEntries": entries, "RegisteredDevices": None}}
 
     (found,) = ttdp.parse_checkpoint(json.dumps(content).encode()).holds.values()
     assert found.chips == {bdf(1)}
-
-
-def test_other_vendors_devices_are_no_holds() -> None:
-    other = entry()._replace(held=Held({-1: ["gpu"]}, pb.ContainerAllocateResponse()))
-
-    assert not ttdp.parse_checkpoint(Snapshot([other], {}).json()).holds
 
 
 def test_a_hold_has_what_the_entry_and_the_answer_have() -> None:
@@ -816,82 +692,6 @@ def test_pods_have_the_names_of_their_log_directories(tmp_path: Path) -> None:
 CHIPS = [chip(1), chip(2), chip(3, "p300c", serial="A"), chip(4, "p300c", serial="A")]
 P300, BOARD = "tenstorrent.com/p300", "tenstorrent.com/p300-board"
 BY_BOARD = Settings(unit="board")
-TWICE = Settings(sharing=Sharing(resources=(SharedResource("n150", 2),)))
-
-
-def lists(decision: ttdp.Decision) -> dict[str, dict[str, bool]]:
-    """Return whether each ID is healthy, by resource."""
-    return {
-        name: {device_id: is_healthy for device_id, is_healthy, _ in resource.list_entries}
-        for name, resource in decision.resources.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("settings", "holds", "expected"),
-    [
-        (Settings(), [hold("n150", bdf(1), buses=[1])], {N150: {bdf(1): True, bdf(2): True}}),
-        # Regrouped: the board is withheld, the chip's ID stays.
-        (
-            BY_BOARD,
-            [hold("p300", bdf(3), buses=[3])],
-            {BOARD: {"A": False}, P300: {bdf(3): True}},
-        ),
-        # Renamed.
-        (
-            Settings(resource_naming="arch"),
-            [hold("n150", bdf(1), buses=[1])],
-            {"tenstorrent.com/wormhole": {bdf(1): False, bdf(2): True}, N150: {bdf(1): True}},
-        ),
-        # Shared by now: no replica of the device is given away; those of the other one are.
-        (
-            TWICE,
-            [hold("n150", bdf(1), buses=[1])],
-            {
-                N150: {
-                    f"{bdf(1)}::0": False,
-                    f"{bdf(1)}::1": False,
-                    f"{bdf(2)}::0": True,
-                    f"{bdf(2)}::1": True,
-                    bdf(1): True,
-                }
-            },
-        ),
-        # Replicas of one device apart.
-        (
-            TWICE,
-            [hold("n150", f"{bdf(1)}::0", buses=[1])],
-            {N150: {f"{bdf(b)}::{n}": True for b in (1, 2) for n in (0, 1)}},
-        ),
-        # Excluded, but held.
-        (
-            Settings(exclude=(bdf(1),)),
-            [hold("n150", bdf(1), buses=[1])],
-            {N150: {bdf(2): True, bdf(1): True}},
-        ),
-        # Missing since boot.
-        (
-            Settings(),
-            [hold("n150", bdf(9), buses=[9])],
-            {N150: {bdf(1): True, bdf(2): True, bdf(9): False}},
-        ),
-        # An ID of the same name for other chips: two chips of which the pod has one.
-        (
-            BY_BOARD,
-            [hold("p300-board", "A", buses=[3])],
-            {BOARD: {"A": True}},
-        ),
-    ],
-)
-def test_a_holds_ids_are_listed_and_others_for_its_chips_withheld(
-    settings: Settings,
-    holds: list[ttdp.Hold],
-    expected: dict[str, dict[str, bool]],
-) -> None:
-    """Kubelets 1.35 to 1.37 crash at their start without an ID that a pod has."""
-    found = lists(decide(CHIPS, settings, holds))
-
-    assert {name: found[name] for name in expected} == expected
 
 
 def test_an_id_that_only_a_hold_gives_is_not_given_again_and_a_withheld_one_says_why() -> None:
@@ -910,6 +710,6 @@ def test_an_id_that_only_a_hold_gives_is_not_given_again_and_a_withheld_one_says
 def test_a_board_that_is_incomplete_after_a_reboot_is_healthy_for_the_pod_that_has_it() -> None:
     """One chip reports its serial number later. Unhealthy, it would cost the pod its life."""
     late = [CHIPS[2], chip(4, "p300c")]
-    found = lists(decide(late, BY_BOARD, [hold("p300-board", "A", buses=[3, 4])]))
+    found = decide(late, BY_BOARD, [hold("p300-board", "A", buses=[3, 4])]).resources[BOARD]
 
-    assert found == {BOARD: {"A": True}}
+    assert found.list_entries == [("A", True, ())]
