@@ -4914,7 +4914,7 @@ class Daemon:
 
             # No call is answered meanwhile, as nothing is awaited.
             decision = host.decide()
-            is_disturbed = self._directory.take_changes() or host.unreadable is not None
+            is_disturbed = self._directory.take_changes()
             self.sessions.update(decision.resources, is_disturbed=is_disturbed)
             await asyncio.sleep(0)  # the kubelet gets a changed list before files are written
             self._publish(decision, now)
