@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from tests.conftest import (
     client,
     errors,
     kubelet_of,
-    no_descriptors,
     plugin_sockets,
     polls,
 )
@@ -101,12 +102,6 @@ def session_with(kubelet: Kubelet, *ids: str) -> ttdp.KubeletSession:
     return session
 
 
-def in_use() -> tuple[int, int, int]:
-    """Return the descriptors, threads and tasks of this process, also the kubelet's."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(asyncio.all_tasks())
-
-
 # -- kubelets that start ---------------------------------------------------------------------------
 
 
@@ -139,6 +134,11 @@ async def test_twenty_restarts_leave_nothing_behind(
 
     Every other kubelet starts before the end of the former one has been noticed.
     """
+
+    def in_use() -> tuple[int, int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(asyncio.all_tasks())
+
     daemon = await start(interval=AN_HOUR)
     kubelet = kubelet_of(node, directory, version=version)
     before = (0, 0, 0)
@@ -248,10 +248,10 @@ async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
     """Before the next Register. A stream that the kubelet has ended itself takes no time."""
     monkeypatch.setattr(ttdp, "STREAM_DELAY", 0.5)
     (name,) = plugin_sockets(directory)
+    began = time.monotonic()
     (directory / name).unlink()
     await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
-    (ended,) = kubelet.find("ended")
-    assert kubelet.find("register")[-1].at - ended.at > 0.4
+    assert kubelet.find("register")[-1].at - began >= 0.5
 
     monkeypatch.setattr(ttdp, "STREAM_DELAY", AN_HOUR)
     await kubelet.drop_streams()
@@ -449,16 +449,14 @@ async def test_another_plugin_with_the_same_name_is_a_problem_while_it_is_listed
     node: SimulatedNode, start: StartDaemon, kubelet: Kubelet
 ) -> None:
     """The checkpoint has IDs that the daemon gives in no configuration; IDs of former ones do."""
+    text = "another device plugin has registered this resource; stop that plugin"
     daemon = await start(interval=0.1)
     await offers(kubelet, N150, node.chips[0].bdf)
 
     for ids, is_reported in ((["theirs"], True), (["0000:c0::1", "0000:77:00.0"], False)):
         async with another_plugin(kubelet, N150, *ids):
             await offers(kubelet, N150, *ids)
-            text = f"{N150}: another device plugin has registered this resource; stop that plugin"
-            await polls(daemon)
-            problems = [f"{each.subject}: {each}" for each in daemon.problems]
-            assert (text in problems) is is_reported
+            await until(lambda: (text in map(str, daemon.problems)) is is_reported)  # noqa: B023
 
 
 # -- ends and errors -------------------------------------------------------------------------------
@@ -572,40 +570,22 @@ async def test_the_daemons_end_leaves_calls_a_moment_and_waits_for_nothing_else(
     await asyncio.wait_for(closing, PATIENCE)
 
 
-async def test_a_session_without_descriptors_has_a_reason_and_no_traceback(
-    start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """It is registered as soon as the node can be read again, whatever its pause."""
-    monkeypatch.setattr(ttdp, "RETRY_TICK", 0.1)
-    monkeypatch.setattr(ttdp, "BACKOFF", (AN_HOUR, AN_HOUR))
-    with monkeypatch.context() as patch:
-        patch.setattr(Server, "start", no_descriptors)
-        daemon = await start(interval=0.1)
-        await until(lambda: "Too many open files" in daemon.state(N150))
-
-        patch.setattr(ttdp, "scan", no_descriptors)
-        await until(lambda: "cannot read the node's state" in caplog.text)
-
-    await kubelet.registered(N150)
-    assert "internal error" not in caplog.text
-
-
 @pytest.mark.parametrize(
-    ("call", "text", "trace"),
+    ("call", "error", "text"),
     [
-        ("add_insecure_port", "cannot create sockets in {}", "NoneType: None"),
-        ("start", "internal error; registering again", "RuntimeError: no threads"),
+        ("start", OSError(errno.EMFILE, "Too many open files"), "[Errno 24] Too many open files"),
+        ("add_insecure_port", RuntimeError(), "cannot create sockets in {}"),
+        ("start", RuntimeError(), "internal error; registering again"),
     ],
 )
 async def test_a_server_that_cannot_be_made_is_tried_again(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, directory: Path, call: str, text: str, trace: str,
+    caplog: pytest.LogCaptureFixture, directory: Path, call: str, error: Exception, text: str,
 ) -> None:  # fmt: skip
     """gRPC hides why it has no socket; an error that nobody has foreseen has its traceback."""
 
     def fail(*_: object) -> None:
-        raise RuntimeError("no threads")
+        raise error
 
     monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     with monkeypatch.context() as patch:
@@ -614,7 +594,7 @@ async def test_a_server_that_cannot_be_made_is_tried_again(
         await until(lambda: daemon.state(N150) == text.format(directory))
 
     await kubelet.registered(N150)
-    assert (trace in caplog.text) is (call == "start")
+    assert ("Traceback" in caplog.text) is text.startswith("internal error")
 
 
 # -- resources that end and return -----------------------------------------------------------------
@@ -663,21 +643,6 @@ async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_tim
         order = [e.kind for e in kubelet.events if e.fields.get("resource") == P150]
         order = [kind for kind in order if kind in ("registered", "ended")]
         assert all(one != other for one, other in itertools.pairwise(order)), order
-
-
-async def test_sessions_that_have_ended_leave_nothing_behind(
-    daemon: RunningDaemon, kubelet: Kubelet
-) -> None:
-    """However many resources there have been."""
-    before = (0, 0, 0)
-    for number in range(12):
-        if number == 2:
-            before = in_use()
-        domain = f"example-{number}.org"
-        daemon.reload(resource_domain=domain)
-        await kubelet.registered(f"{domain}/n150")
-
-    await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
 
 
 # -- sockets' names --------------------------------------------------------------------------------
