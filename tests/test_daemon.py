@@ -69,7 +69,7 @@ async def test_events_that_come_together_are_handled_together(
 ) -> None:
     """The first at once; those of the next 30 ms in one scan."""
     assert ttdp.DEBOUNCE == 0.03
-    monkeypatch.setattr(ttdp, "DEBOUNCE", 0.5)
+    monkeypatch.setattr(ttdp, "DEBOUNCE", 1.0)
     for _ in range(4):
         node.add("n150")
     daemon = await start(interval=AN_HOUR)
@@ -84,7 +84,8 @@ async def test_events_that_come_together_are_handled_together(
     await until(lambda: "4 × tenstorrent.com/n150, 0 healthy" in daemon.status)
 
     first, second = daemon.scans
-    assert first - began < ttdp.DEBOUNCE <= second - first
+    assert first - began < 1.0
+    assert second - first > 0.9  # timers can be early by a tick
 
 
 # -- ready -----------------------------------------------------------------------------------------
@@ -140,11 +141,6 @@ async def test_it_is_ready_after_ten_seconds_without_a_card(
     await until(lambda: daemon.status.startswith(f"1 × {N150}, 1 healthy"))
 
 
-def without_device_file(card: Card) -> None:
-    card.bind()
-    card.device_node.unlink()
-
-
 CANNOT_BE_BOUND: dict[str, Callable[[SimulatedNode, Card], object]] = {
     "no driver is loaded": lambda node, card: node.unload_driver(),
     "another driver has it": lambda node, card: card.bind_to("vfio-pci"),
@@ -152,7 +148,6 @@ CANNOT_BE_BOUND: dict[str, Callable[[SimulatedNode, Card], object]] = {
     "it is a Grayskull": lambda node, card: card.write("device", b"0xfaca\n"),
     "it has left the bus": lambda node, card: card.vanish(),
     "it is out of service": lambda node, card: None,
-    "its device file is missing": lambda node, card: without_device_file(card),
 }
 
 
@@ -174,18 +169,14 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
 @pytest.mark.parametrize(
     ("prepare", "found"),
     [
-        (lambda node: None, "driver 2.10.1-pre, 0 chips; no device to offer"),
-        (lambda node: node.unload_driver(), "driver is not loaded, 0 chips; no device to offer"),
-        (
-            lambda node: node.add("n150", bdf="0000:01:00.0"),
-            "driver 2.10.1-pre, 1 chip; no device to offer",
-        ),
+        (SimulatedNode.unload_driver, "driver is not loaded, 0 chips; no device to offer"),
+        (lambda node: node.add("n150"), "driver 2.10.1-pre, 1 chip; no device to offer"),
     ],
-    ids=["no card", "no driver", "all excluded"],
+    ids=["no driver", "all excluded"],
 )
 async def test_no_device_is_an_error_if_that_is_configured(
     node: SimulatedNode, start: StartDaemon, caplog: pytest.LogCaptureFixture,
-    prepare: Callable[[SimulatedNode], None], found: str,
+    prepare: Callable[[SimulatedNode], object], found: str,
 ) -> None:  # fmt: skip
     """Status 1, and one line that reports what is missing."""
     prepare(node)
@@ -228,28 +219,6 @@ async def test_a_manager_that_does_not_take_the_readiness_is_told_again(
     await daemon.ready()
 
     assert daemon.notes.count("READY=1") == 1 and not daemon.refused_notes
-
-
-async def test_files_for_others_are_looked_at_once_after_each_scan(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, turns: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """When its readings are there. Turns for anything else cost less."""
-    looks: list[str] = []
-    monkeypatch.setattr(ttdp.OutputFiles, "keep", lambda _, path, text: looks.append(path))
-    node.add("n150")
-    daemon = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
-    await daemon.ready()
-
-    for _ in range(3):
-        turns.clear()
-        await kubelet.manager.write_checkpoint()
-        await until(lambda: turns)
-    assert looks == [
-        f"{daemon.settings.cdi_dir}/{ttdp.CDI_FILE}",
-        f"{daemon.settings.labels_dir}/{ttdp.LABELS_FILE}",
-    ]
 
 
 # -- the watchdog ----------------------------------------------------------------------------------
