@@ -382,25 +382,6 @@ def test_a_directory_that_a_pod_can_have_used_is_not_given_again(
     assert named(world) is None
 
 
-def test_containers_on_a_shared_device_have_the_directory_of_one_that_is_there(
-    world: BookWorld,
-) -> None:
-    given = in_directory(world, "one", ids=[f"{bdf(1)}::0"])
-    world.answer(given)
-    assert named(world, [f"{bdf(1)}::1"]) == "one"
-    assert named(world, [f"{bdf(2)}::1"]) is None
-
-    world.write(given)
-    world.make_cgroup()
-    world.start(given)
-    world.now += 60
-    assert named(world, [f"{bdf(1)}::1"]) == "one"
-
-    world.write()
-    world.remove_cgroup()
-    assert named(world, [f"{bdf(1)}::1"]) is None
-
-
 def test_an_answer_keeps_its_directory_until_it_is_written_or_old(world: BookWorld) -> None:
     given = in_directory(world, "one")
     world.answer(given)
@@ -441,6 +422,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
     world: BookWorld, how: str
 ) -> None:
+    assert not world.look() and world.book.problem is None, "no kubelet was here yet"
     world.run(entry())
     assert world.look() and world.book.problem is None
 
@@ -454,12 +436,6 @@ def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
     world.write()
     world.look()
     assert world.book.problem is None
-
-
-def test_without_a_checkpoint_no_kubelet_was_here_yet(world: BookWorld) -> None:
-    world.look()
-
-    assert world.book.problem is None and not world.book.has_read
 
 
 def test_an_unchanged_checkpoint_is_read_once(
