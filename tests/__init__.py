@@ -69,8 +69,7 @@ Helpers:
     bench.py, soak.py  costs and leaks; demo.py: what make demo shows
 
 A test of the daemon in this process begins like this one. It waits for a condition, with
-kubelet.wait_for(), or until() of world/processes.py, and never sleeps. What lasts half a minute is
-over with half_a_minute_later() of conftest.py.
+kubelet.wait_for(), or until() of world/processes.py, and never sleeps.
 
     async def test_an_n150_is_a_device(node, kubelet, start):
         node.add("n150")

@@ -57,14 +57,6 @@ async def polls(daemon: RunningDaemon, number: int = 3) -> None:
         await until(lambda: daemon.polls > last)  # noqa: B023
 
 
-@contextlib.contextmanager
-def half_a_minute_later() -> Iterator[None]:
-    """Let all answers, and the daemon's start, be so long ago that kubelets have written it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ttdp, "WRITTEN_WITHIN", 0.0)
-        yield
-
-
 def unshared(*namespaces: str) -> list[str]:
     """Return a command that runs another in namespaces of its own; without the right to, skip.
 

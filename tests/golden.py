@@ -178,9 +178,6 @@ class Case:
         """Stop the service."""
         self._host.service.stop()
 
-    def refuse(self, attribute: str) -> None:
-        self._host.controls.refuse(attribute)
-
     def patience(self, seconds: str) -> None:
         """Let `fix` wait so long for what follows from a step: in cases in which nothing does."""
         self._host.constants["FOLLOWS_WITHIN"] = float(seconds)

@@ -69,18 +69,6 @@ def test_a_fault_has_the_time_at_which_it_began(now: str, shown: str) -> None:
     assert ttdp.since_text({"since": None}, datetime.now(timezone.utc)) == ""
 
 
-def test_a_pods_process_is_the_pod() -> None:
-    """If its pod is known; a pod has a row for each of its containers."""
-    pod = {"namespace": "default", "pod": "train", "container": "main"}
-    inside = {"pid": 7, "command": "python3", "of_pod": True}
-    outside = {"pid": 8, "command": "tt-smi", "of_pod": False}
-
-    row = {"pods": [pod, {**pod, "container": "other"}], "processes": [inside, outside]}
-    assert ttdp.users_of(row) == ["default/train", "tt-smi[8]"]
-    assert ttdp.users_of({"pods": [], "processes": [inside]}) == ["python3[7]"]
-    assert ttdp.users_of({"pods": None, "processes": None}) == []
-
-
 # -- whatever answers ------------------------------------------------------------------------------
 
 STRANGE = {
