@@ -422,7 +422,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
     world: BookWorld, how: str
 ) -> None:
-    assert not world.look() and world.book.problem is None, "no kubelet was here yet"
+    assert not world.look() and not world.book.has_read
+    assert world.book.problem is None, "no kubelet was here yet"
     world.run(entry())
     assert world.look() and world.book.problem is None
 
