@@ -242,6 +242,7 @@ async def test_a_start_is_saved_before_it_is_answered_and_goes_on_if_it_cannot_b
         running.crash("pod", "main")
         await running.wait_for(lambda: len(saved) == 2)
 
-    line = f"{file} cannot be written: No such file or directory"
-    assert saved == [not disk_is_full] * 2
-    assert caplog.messages.count(line) == disk_is_full and (line in daemon.status) is disk_is_full
+        line = f"{file} cannot be written: No such file or directory"
+        assert saved == [not disk_is_full] * 2
+        await until(lambda: (line in daemon.status) is disk_is_full)
+    assert caplog.messages.count(line) == disk_is_full

@@ -50,7 +50,8 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     await kubelet.start()
     started = kubelet.find("started")[-1].at
     await kubelet.wait_for(lambda: kubelet.find("sources-ready", since=started))
-    assert kubelet.killed == [] and kubelet.healthy(P150) == chips
+    await kubelet.wait_for(lambda: kubelet.healthy(P150) == chips)
+    assert kubelet.killed == []
 
     await kubelet.run_pod("next", P150)
     assert chips_of(kubelet, "next") == chips - taken
