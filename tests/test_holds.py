@@ -175,6 +175,18 @@ def test_a_container_waits_for_the_pod_of_a_former_daemon(world: BookWorld) -> N
     assert after.start(heir) == "allowed"
 
 
+def test_a_container_does_not_wait_for_its_own_pods_others(world: BookWorld) -> None:
+    """Nor for the former life of the container itself, nor for pods with other chips."""
+    both = [entry(container="prepare"), entry()]
+    for each in both:
+        world.answer(each)
+    world.write(*both, second(2))
+    world.make_cgroup()
+    world.make_cgroup(SECOND)
+
+    assert [world.start(each) for each in (*both, both[1])] == ["allowed"] * 3
+
+
 @pytest.mark.parametrize(
     ("resource", "ids", "expected"),
     [
