@@ -143,6 +143,7 @@ def commanded(root: Path, tree: Path | None = None, **node: Any) -> Iterator[Com
     (root / "dp/kubelet.sock").touch()
     simulated = SimulatedNode(tree or root / "node", **node)
     with Service(simulated, root) as service, Controls(simulated, root) as controls:
+        service.before = controls.settle
         yield Commanded(root, simulated, service=service, controls=controls)
 
 

@@ -449,7 +449,7 @@ def test_an_unbind_that_fails_is_followed_by_the_bind(host: Commanded) -> None:
         terminal.type("n\n")
         terminal.ended()
 
-    wait_until(lambda: host.controls.calls == [f"bind {ADDRESS}"])
+    assert host.controls.calls == [f"bind {ADDRESS}"]
 
 
 def test_after_an_unbind_whose_bind_fails_binding_is_another_step(host: Commanded) -> None:

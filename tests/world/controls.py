@@ -3,7 +3,7 @@
 The files of sysfs that only take commands (bind, unbind, rescan) are FIFOs, which `Controls` reads;
 the programs in the directory `bin` below the node's root ask it over a socket. All of them are
 recorded in `calls`, in their order. The kernel acts before a write returns, and can refuse it; here
-the action follows, and a refusal is a link to /dev/full.
+the action follows, see settle(), and a refusal is a link to /dev/full.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Controls:
         self.waiting = 0  # programs that hang at the moment
         self.blocked: set[str] = set()  # attributes at which writers wait
         self._fifos: dict[str, tuple[int, int]] = {}  # inode and descriptor, by attribute
+        self._rounds = 0  # of the kernel
 
     def __enter__(self) -> Controls:
         program = self._program
@@ -109,6 +111,12 @@ class Controls:
         path.unlink()
         os.mkfifo(path)
 
+    def settle(self) -> None:
+        """Wait until all that was written is done."""
+        enough = self._rounds + 2  # one may be under way
+        while self._rounds < enough and self._kernel.is_alive():
+            time.sleep(0.001)
+
     # What is written to
 
     def _be_the_kernel(self) -> None:
@@ -123,6 +131,7 @@ class Controls:
                 if descriptor in ready:
                     for text in os.read(descriptor, 4096).decode().split():
                         self._write(attribute.rpartition("/")[2], text)
+            self._rounds += 1
 
     def _open(self, attribute: str) -> None:
         """Open a FIFO if it is a new one: they come and go with the driver."""

@@ -12,7 +12,7 @@ import re
 import socketserver
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Service:
         self.settings: JSON = {}  # other settings
         self.problems: list[JSON] = []
         self.answer: bytes | None = None  # instead of a view
+        self.before: Callable[[], object] = lambda: None  # called before each answer
         self._settings = ttdp.Settings(
             root=str(node.root),
             device_plugin_dir=f"{directory}/dp",
@@ -90,6 +91,7 @@ class Service:
         self._server.server_close()
 
     def _answer(self) -> bytes:
+        self.before()
         return json.dumps(self.view()).encode() if self.answer is None else self.answer
 
     def view(self) -> JSON:
