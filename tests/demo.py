@@ -101,7 +101,7 @@ class Node:
         pods_come = ADMITS_AFTER if plugin_is_pod else PATIENCE
         self.kubelet = Kubelet(home / "dp", host=self.machine, pods_come=pods_come)
         if plugin_is_pod:
-            pod = self.kubelet.pods.get_or_add(PLUGIN, static=False)
+            pod = self.kubelet.pods.get_or_add(PLUGIN)
             pod.containers["main"] = Container("main", {})
 
         self._installation = installation

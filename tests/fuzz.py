@@ -58,7 +58,6 @@ HURRIED = patch.multiple(
     MISSES=sys.maxsize,
     READ_TIMEOUT=PATIENCE,
 )
-LATE_END = "ended a stream after registering again"
 Differences = Iterator[tuple[str, object, object]]  # what; found; expected
 
 
@@ -102,22 +101,15 @@ class World:
         for name in ("cdi", "features.d", "metrics", "run", "locks"):
             (home / name).mkdir()
 
-        has_pause = draw.random() < 0.5
         self.kubelet = Kubelet(
             home / "dp",
-            version=draw.choice([(1, 32), (1, 33), (1, 36), (1, 37)]),
-            policy=draw.choice(["none", "best-effort"]),
-            layout=draw.choice(["cgroupfs", "systemd", "v1"]),
+            version=draw.choice([(1, 36), (1, 37)]),
             host=self.node,
-            has_pause=has_pause,
-            create_seconds=0.0 if has_pause else draw.choice([0.05, 0.3]),
-            back_off=0.05,
             pods_come=PATIENCE,
             seed=seed,
             on_event=self._note,
         )
         self.kubelet.plugins_are_back = self._plugins_are_back
-        self.kubelet.file.overtaking = draw.random() < 0.3
         self.daemon: RunningDaemon
         self.configuration = draw_configuration(draw, self.chips)
 
@@ -149,11 +141,10 @@ class World:
                     self.kubelet.log.violation(f"{pod} starts without its directory {path}")
 
         elif event.kind == "started":
-            # Static pods are admitted at once, before any plugin can have registered, rejected
-            # ones again. A pod without containers has no hold if the checkpoint is lost.
-            pods = [each for each in self.kubelet.pods if each.wanted]
-            is_plain = all((each.over or each.has_containers) and not each.static for each in pods)
-            self.is_fair = is_plain and all(map(is_well, self.chips))
+            # A pod without containers has no hold if the checkpoint is lost.
+            pods = [each for each in self.kubelet.pods if each.wanted and not each.over]
+            have_started = all(each.has_containers for each in pods)
+            self.is_fair = have_started and all(map(is_well, self.chips))
 
         elif event.kind == "pod-killed":
             # An init container that has ended is allocated again, which can fail for other reasons.
@@ -206,14 +197,11 @@ class World:
             await self.kubelet.start()
 
     async def restart_kubelet(self) -> None:
-        """Restart it, perhaps without its checkpoint, perhaps without its API server."""
+        """Restart it, perhaps without its checkpoint."""
         how: Any = self.random.choice([None, None, "missing", "garbage", "checksum", "empty"])
         await self.kubelet.kill()
         if how:
             self.kubelet.corrupt(how)
-
-        if self.random.random() < 0.2:
-            self.kubelet.api_server_away()
         await self.kubelet.start()
 
     async def damage_checkpoint(self) -> None:
@@ -242,10 +230,9 @@ class World:
         self.requests[pod] = request
         self.is_fair = False
 
-        # Without its API server, a kubelet hears of static pods only.
         containers = [Container(kind, {**request}, kind) for kind in kinds]
         with contextlib.suppress(AdmissionError):
-            await self.kubelet.admit_pod(pod, containers, static=self.kubelet.pods.api_away)
+            await self.kubelet.admit_pod(pod, containers)
             self.counts["admitted"] += 1
 
     async def act_on_a_pod(self) -> None:
@@ -254,7 +241,7 @@ class World:
         self.is_fair = False
 
         acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
-        acts += [kubelet.kill_sandbox, lambda pod: kubelet.crash(pod, "main")]
+        acts += [lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
         pod = self.random.choice([*self.requests][-8:] or [""])
         with contextlib.suppress(LookupError):  # it was not admitted
@@ -264,8 +251,7 @@ class World:
             await self._admit(self.requests.get(pod, {}))
 
     async def catch_up(self) -> None:
-        """Let the API server return, and pods end that were deleted by force."""
-        await self.kubelet.api_server_back()
+        """Let pods end that were deleted by force."""
         for pod in [*self.kubelet.pods]:
             if not pod.over and not pod.wanted:
                 self.kubelet.end(pod.uid)
@@ -288,7 +274,6 @@ class World:
     async def start_over(self) -> None:
         """Delete all pods, and repair the chips: the next pod gets a device."""
         kubelet = self.kubelet
-        await kubelet.api_server_back()
         for pod in [*kubelet.pods]:
             if pod.wanted:
                 kubelet.delete(pod.uid)
@@ -426,11 +411,7 @@ async def check(world: World) -> None:
     # A kubelet that dies does not complete a call: gRPC logs that.
     errors = [line for line in lines if "Registration/Register" not in line]
 
-    # A kubelet whose writings are late reads its streams late: it notices an end after a Register.
-    is_late = world.kubelet.file.overtaking
-    violations = [each for each in world.kubelet.violations if not (is_late and LATE_END in each)]
-
-    if broken := found + violations + errors:
+    if broken := found + world.kubelet.violations + errors:
         raise Broken("\n".join(broken))
 
 
@@ -456,10 +437,7 @@ async def run_fuzz(seed: int, steps: int = sys.maxsize, seconds: float = inf) ->
     no_signals = patch.object(asyncio.get_running_loop(), "add_signal_handler")
     with workspace() as home, HURRIED, no_signals:
         world = World(home, seed)
-        config = world.kubelet.config
-        runtime = "with" if world.kubelet.runtime.has_pause else "without"
-        about = f"kubelet {config.version}, policy {config.policy}, {runtime} pause processes"
-        print(f"seed {seed}, {about}", flush=True)
+        print(f"seed {seed}, kubelet {world.kubelet.config.version}", flush=True)
 
         logging.getLogger().addHandler(world.log)
         await world.start_daemon()  # before the kubelet, as its unit orders

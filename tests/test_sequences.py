@@ -20,10 +20,7 @@ STEPS = int(os.environ.get("TTDP_STEPS", "25"))
 async def test_random_operations_keep_every_promise(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No chip has two owners, no running pod is killed, no output contradicts another.
-
-    With the seeds 2 and 5, the runtime has no pause processes.
-    """
+    """No chip has two owners, no running pod is killed, no output contradicts another."""
     status = await run_fuzz(seed, STEPS)
     assert status == 0, capsys.readouterr().out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -16,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 from google.protobuf.message import DecodeError
 
 from generated import deviceplugin_pb2 as pb
-from tests.world.eventlog import EventLog
 
 CHECKPOINT = "kubelet_internal_checkpoint"
 Corruption = Literal["missing", "empty", "truncated", "garbage", "checksum"]
@@ -115,51 +113,14 @@ def replace(path: Path, content: bytes) -> None:
 
 
 class CheckpointFile:
-    """The file `kubelet_internal_checkpoint`.
+    """The file `kubelet_internal_checkpoint`."""
 
-    The original takes a snapshot under one lock and writes it under another, so writes that come
-    from different streams and from admissions overtake each other. If `overtaking` is set they do
-    so here: each write takes up to LATE seconds, and a file that has gone back to an older state
-    stays there for up to STALE seconds (measured with bursts of messages on several resources; one
-    message at a time is never overtaken).
-    """
-
-    LATE = 0.314
-    STALE = 0.031
-
-    def __init__(self, directory: Path, log: EventLog, source: random.Random) -> None:
+    def __init__(self, directory: Path) -> None:
         self.path = directory / CHECKPOINT
-        self.overtaking = False
-        self._log = log
-        self._random = source
-        self._taken = 0  # number of the latest snapshot
-        self._landed = (0, b"")  # the newest snapshot in the file, and its number
-        self._life = 0  # of the kubelet
 
-    async def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot; returns when it has landed: at once unless others may overtake it."""
-        self._taken += 1
-        number, content, life = self._taken, snapshot.json(), self._life
-        if self.overtaking:
-            await asyncio.sleep(self._random.uniform(0, self.LATE))
-        self._land(number, content, life)
-
-        if number < self._landed[0]:
-            later = self._random.uniform(0, self.STALE)
-            asyncio.get_running_loop().call_later(later, lambda: self._land(*self._landed, life))
-
-    def _land(self, number: int, content: bytes, life: int) -> None:
-        """Replace the file, unless the kubelet that took the snapshot has ended."""
-        if life != self._life:
-            return
-        self._landed = max(self._landed, (number, content))
+    def write(self, snapshot: Snapshot) -> None:
         self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        replace(self.path, content)
-        self._log.record("written", number=number, stale=number < self._landed[0])
-
-    def abandon(self) -> None:
-        """Lose all writes under way, as at the end of the process."""
-        self._life += 1
+        replace(self.path, snapshot.json())
 
     def read(self) -> Snapshot | None:
         """Return the file's content, None without a file. ValueError, OSError: it is damaged."""
@@ -178,7 +139,7 @@ class CheckpointFile:
         contents = {
             "empty": b"",
             "truncated": whole[: len(whole) // 2],
-            "garbage": self._random.randbytes(512),
+            "garbage": random.Random(1).randbytes(512),
             "checksum": whole.replace(b'"Checksum":', b'"Checksum":1'),
         }
         replace(self.path, how if isinstance(how, bytes) else contents[how])

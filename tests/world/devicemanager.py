@@ -134,7 +134,7 @@ class DeviceManager:
 
     async def write_checkpoint(self) -> None:
         """Write the checkpoint; returns when it is there."""
-        await self._file.write(self._snapshot())
+        self._file.write(self._snapshot())
 
     def read_checkpoint(self) -> None:
         """Read which pod has which devices; resources stay empty until a plugin registers.
@@ -248,8 +248,7 @@ class ContainerDevices:
         """Give the container the devices that it requests. Raises AdmissionError."""
         manager = self._manager
         known = {r: n for r, n in self._container.request.items() if manager.is_known(r)}
-        if manager.config.policy != "none":
-            self._find_hints(known)
+        self._find_hints(known)
         try:
             await self._allocate_all(known)
         except Failure as failure:
@@ -261,6 +260,7 @@ class ContainerDevices:
         """Use the devices that the Topology Manager asks about (GetTopologyHints()).
 
         Nothing is aligned here: all that matters to a plugin is that an unlisted device is fatal.
+        The original does so with every policy but `none`.
         """
         manager = self._manager
         manager.prune()

@@ -10,9 +10,10 @@ Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
 the alignment of devices by the Topology Manager, the crash by an ID that is not listed (it is a
-violation here), the removal of a resource five minutes after its plugin has gone,
-GetAllocatableResources, and the second Allocate for a container whose devices are lost and whose
-plugin does not require PreStartContainer.
+violation here), static pods, an API server that is away, writes of the checkpoint that overtake
+each other (test_holds_explored has these), the removal of a resource five minutes after its plugin
+has gone, GetAllocatableResources, and the second Allocate for a container whose devices are lost
+and whose plugin does not require PreStartContainer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import contextlib
 import os
 import random
 import signal
-import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ from tests.world.devicemanager import (
 )
 from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
-from tests.world.plugins import Config, Failure, Policy, rpc
-from tests.world.pods import Container, Judge, Layout, Pod, Pods, Runtime, Worker
+from tests.world.plugins import Config, Failure, rpc
+from tests.world.pods import Container, Judge, Pod, Pods, Runtime, Worker
 from tests.world.processes import PATIENCE
 
 __all__ = ["CHECKPOINT", "AdmissionError", "Allocation", "Event", "Kubelet"]
@@ -95,15 +95,10 @@ class Sockets:
             await server.stop(None)
 
 
-def sweep(config: Config) -> None:
-    """Delete what plugins left behind, never a directory or the checkpoint."""
-    for path in config.directory.iterdir():
-        try:
-            mode = (path.lstat() if config.sweeps_all else path.stat()).st_mode
-        except OSError:
-            continue
-        is_swept = not stat.S_ISDIR(mode) if config.sweeps_all else stat.S_ISSOCK(mode)
-        if is_swept and path.name != CHECKPOINT:
+def sweep(directory: Path) -> None:
+    """Delete the sockets that plugins left behind (before 1.33: all files but the checkpoint)."""
+    for path in directory.iterdir():
+        if path.is_socket():
             path.unlink(missing_ok=True)  # its owner may have been faster
 
 
@@ -111,13 +106,10 @@ class Kubelet:
     """A kubelet that serves in `directory`, and the pods of its node.
 
     Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
-    the existing pods again, and kills those that it rejects (`killed`): static ones at once, before
-    any plugin can register, and those of the API server when all resources are listed again (see
-    `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after `kubelet.sock`
-    exists). Until then no pod is forgotten. `seed` drives
-    what is in random order in the original (Go's maps). `back_off`: seconds until a container that
-    could not be started is tried again (the original: 0.2 to 1 s, then 12 to 15 s). `host`,
-    `layout`, `has_pause`, `create_seconds`: see Runtime.
+    the existing pods again, and kills those that it rejects (`killed`): when all resources are
+    listed again (see `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after
+    `kubelet.sock` exists). Until then no pod is forgotten. `seed` drives what is in random order in
+    the original (Go's maps). `host` shows pods' processes: see Runtime.
 
     Methods that name a pod take its name, for the latest pod of that name, or its UID.
     """
@@ -127,22 +119,17 @@ class Kubelet:
         directory: Path | str,
         *,
         version: tuple[int, int] = (1, 36),
-        policy: Policy = "none",
         dial_timeout: float = 10.0,
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
-        back_off: float = 0.2,
         pods_come: float = 5.0,
         host: SimulatedNode | None = None,
-        layout: Layout = "cgroupfs",
-        has_pause: bool = True,
-        create_seconds: float = 0.0,
     ) -> None:
         log = EventLog(on_event)
-        self.config = Config(Path(directory), version, policy, dial_timeout, random.Random(seed))
+        self.config = Config(Path(directory), version, dial_timeout, random.Random(seed))
         self.directory = self.config.directory
         self.socket = self.directory / "kubelet.sock"
-        self.file = CheckpointFile(self.directory, log, self.config.random)
+        self.file = CheckpointFile(self.directory)
         self.alive = False
         self._sockets = Sockets()
 
@@ -164,14 +151,7 @@ class Kubelet:
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
 
         # Their containers.
-        self.runtime = Runtime(
-            host,
-            Judge(log),
-            layout=layout,
-            has_pause=has_pause,
-            create_seconds=create_seconds,
-        )
-        self._back_off = back_off
+        self.runtime = Runtime(host, Judge(log))
         self._workers: dict[Pod, Worker] = {}
         self._keeps_cgroups = False
         self._empty: list[Pod] = []  # ended pods whose cgroups still exist
@@ -271,16 +251,13 @@ class Kubelet:
         # it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         self.manager.read_checkpoint()
-        sweep(self.config)
+        sweep(self.directory)
         async with self._sockets.bound(self.socket) as server:
             rpc.add_RegistrationServicer_to_server(_Registration(self), server)
         version = ".".join(map(str, self.config.version))
         self.log.record("started", socket=str(self.socket), version=version)
 
-        # Static pods come first: the socket exists by now, but nothing answers on it yet.
-        await self._admit_again(static=True)
-        if not self.pods.api_away:
-            self._hear_of_api_pods()
+        self._learning = asyncio.create_task(self._hear_of_pods())
         await server.start()
 
     async def stop(self) -> None:
@@ -303,7 +280,9 @@ class Kubelet:
         """Kill it and end all processes of the node; `start` is then a reboot."""
         await self.kill()
         for pod in self.pods:
-            self._halt(pod)
+            self._stop_processes(pod)
+            for container in pod.containers.values():
+                container.over = False  # init containers must run again
         self._empty.clear()
         self.runtime.lose_power()
 
@@ -317,7 +296,6 @@ class Kubelet:
         self._workers.clear()
         await asyncio.gather(*ending, return_exceptions=True)
 
-        self.file.abandon()
         await self._sockets.close()
         await self.manager.plugins.abandon()
 
@@ -327,52 +305,27 @@ class Kubelet:
 
     # Learning of pods
 
-    def api_server_away(self) -> None:
-        """Let the API server be away: a kubelet that starts learns of none of its pods."""
-        self.pods.api_away = True
-
-    async def api_server_back(self) -> None:
-        """Let the API server answer again; returns when all pods are known."""
-        self.pods.api_away = False
+    async def _hear_of_pods(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await self.wait_for(self.plugins_are_back, self.pods_come)
+        self._former.clear()
+        await self._admit_again()
         if self.alive:
-            for pod in self.pods:
-                if pod.known and not pod.wanted:
-                    self._leave_alone(pod)
-            if not self.pods.sources_ready:
-                self._hear_of_api_pods()
-
-        if self._learning:
-            await self._learning
-
-    def _hear_of_api_pods(self) -> None:
-        async def hear() -> None:
-            with contextlib.suppress(TimeoutError):
-                await self.wait_for(self.plugins_are_back, self.pods_come)
-            self._former.clear()
-            await self._admit_again(static=False)
-            if self.alive:
-                self.pods.sources_ready = True
-                self.log.record("sources-ready")
-
-        self._learning = asyncio.create_task(hear())
+            self.pods.sources_ready = True
+            self.log.record("sources-ready")
 
     def _lists_all_of_its_former_life(self) -> bool:
         resources = {*self.manager.devices.healthy, *self._former}  # the checkpoint can be lost
         return all(map(self.manager.plugins.is_listed, resources))
 
-    async def _admit_again(self, *, static: bool) -> None:
-        """Admit the existing pods of a source, the oldest first, also those that run.
+    async def _admit_again(self) -> None:
+        """Admit the existing pods, the oldest first, also those that run.
 
         A running pod that is not admitted is killed (HandlePodAdditions and rejectPod of
         pkg/kubelet/kubelet.go, 1.33 to 1.37; its containers are orphans for HandlePodCleanups).
         """
-        for pod in list(self.pods):
-            if pod.static != static or not pod.wanted:
-                continue
-            if static and pod.rejected:  # a manifest is tried again at each start
-                pod.over = pod.rejected = False
+        for pod in [each for each in self.pods if each.wanted]:
             pod.known = True
-
             running = {c.name for c in pod.containers.values() if c.pid is not None}
             try:
                 if not pod.over:
@@ -391,17 +344,15 @@ class Kubelet:
         request: Mapping[str, int],
         *,
         init: bool = False,
-        static: bool = False,
     ) -> Allocation:
         """Admit a container of a pod, which is then started in the background, see `running`.
 
         Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
         devices of an `init` container. A resource that the kubelet does not know is ignored. A pod
-        that has ended, or was deleted, is followed by a new one of its name, with another UID
-        unless it is static.
+        that has ended, or was deleted, is followed by a new one of its name, with another UID.
         """
         wish = Container(container, dict(request), "init" if init else "main")
-        admitted = await self.admit_pod(pod, [wish], static=static)
+        admitted = await self.admit_pod(pod, [wish])
         return admitted[container]
 
     async def run_pod(self, pod: str, resource: str, number: int = 1) -> Allocation:
@@ -411,23 +362,14 @@ class Kubelet:
         await self.running(pod, "main")
         return allocation
 
-    async def admit_pod(
-        self,
-        pod: str,
-        containers: Sequence[Container],
-        *,
-        static: bool = False,
-    ) -> dict[str, Allocation]:
+    async def admit_pod(self, pod: str, containers: Sequence[Container]) -> dict[str, Allocation]:
         """Admit several containers of a pod before any is started, as the original does."""
         if not self.alive:
             raise RuntimeError("the kubelet does not run")
-        if not static:
-            if self.pods.api_away:
-                raise RuntimeError("the API server is away: the kubelet does not hear of the pod")
-            if self._learning:
-                await asyncio.wait({self._learning})  # older pods come first
+        if self._learning:
+            await asyncio.wait({self._learning})  # older pods come first
 
-        found = self.pods.get_or_add(pod, static)
+        found = self.pods.get_or_add(pod)
         for wish in containers:
             known = found.containers.setdefault(wish.name, wish)
             known.request = wish.request
@@ -467,7 +409,7 @@ class Kubelet:
             self.log.record("pod-killed", **about)
 
         self._terminate(pod)
-        pod.over = pod.rejected = True
+        pod.over = True
 
     # Starts and ends of pods, which outlive the kubelet
 
@@ -477,14 +419,7 @@ class Kubelet:
             worker.wake()
             return
 
-        async def ready() -> None:
-            # A static pod that returns has the UID, and so the cgroup, of the one that ends.
-            same = [other for other in self.pods if other.uid == pod.uid and other is not pod]
-            await self.log.wait_for(lambda: not any(p.has_processes for p in same), None)
-            self.runtime.make_cgroup(pod)
-
-        worker = Worker(pod, self.runtime, self.log, ready, self._prepare, self._back_off)
-        self._workers[pod] = worker
+        self._workers[pod] = Worker(pod, self.runtime, self.log, self._prepare)
 
     async def _prepare(self, pod: Pod, container: Container) -> Allocation:
         return await ContainerDevices(self.manager, pod, container).prepare()
@@ -501,7 +436,6 @@ class Kubelet:
             self._stop_processes(pod)
             pod.over = True
             pod.known = pod.known and not forget
-            self.log.record("terminated", pod=pod.name, uid=pod.uid)
             self._empty.append(pod)
             self.keep_cgroups(self._keeps_cgroups)
 
@@ -521,7 +455,7 @@ class Kubelet:
         pod = self.pods.get(name)
         pod.wanted = False
         self.log.record("deleted", pod=pod.name, uid=pod.uid)
-        if self.alive and (pod.static or not self.pods.api_away):
+        if self.alive:
             end(pod)
 
     def delete(self, pod: str) -> None:
@@ -533,7 +467,7 @@ class Kubelet:
         self._delete(pod, lambda found: self._terminate(found, forget=True))
 
     def force_delete(self, pod: str) -> None:
-        """Delete a pod's object, or a manifest, at once; containers run on until `end`."""
+        """Delete a pod's object at once; containers run on until `end`."""
         self._delete(pod, self._leave_alone)
 
     async def remove_pod(self, pod: str) -> None:
@@ -558,30 +492,15 @@ class Kubelet:
         if worker := self._workers.get(found):
             worker.wake()
 
-    def kill_sandbox(self, pod: str) -> None:
-        """End a pod's sandbox and containers: its cgroup is empty until they are started again."""
-        found = self.pods.get(pod)
-        self._halt(found)
-        if worker := self._workers.get(found):
-            worker.wake()
-
-    def _halt(self, pod: Pod) -> None:
-        self._stop_processes(pod)
-        for container in pod.containers.values():
-            container.over = False  # init containers must run again
-
     def keep_cgroups(self, kept: bool = True) -> None:
         """Keep the empty cgroups of pods that end, until not `kept`."""
         self._keeps_cgroups = kept
         if kept:
             return
 
-        # A static pod that has returned has the cgroup of the one that has ended.
-        in_use = {pod.uid for pod in self.pods if not pod.over}
         for pod in self._empty:
-            if pod.uid not in in_use:
-                self.runtime.remove_cgroup(pod)
-        self._empty = [pod for pod in self._empty if pod.uid in in_use]
+            self.runtime.remove_cgroup(pod)
+        self._empty.clear()
 
 
 # ---------------------------------------------------------------------------------- services

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,7 +27,6 @@ from tests.world.eventlog import EventLog
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 HEALTHY = "Healthy"
-Policy = Literal["none", "best-effort"]
 T = TypeVar("T")
 
 
@@ -37,7 +36,6 @@ class Config:
 
     directory: Path
     version: tuple[int, int]
-    policy: Policy  # the Topology Manager's
     dial_timeout: float
     random: random.Random
 
@@ -46,13 +44,6 @@ class Config:
         result = sorted(items, key=repr)
         self.random.shuffle(result)
         return result
-
-    # What depends on the version
-
-    @property
-    def sweeps_all(self) -> bool:
-        """Whether a start deletes all files in the directory, not only sockets: before 1.33."""
-        return self.version < (1, 33)
 
     @property
     def has_endpoint_per_socket(self) -> bool:

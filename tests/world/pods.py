@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import shutil
 import uuid
@@ -26,11 +25,9 @@ from tests.world.plugins import Failure
 from tests.world.tree import put
 
 FIRST_PID = 4_194_305  # a 64-bit kernel gives no process of this machine such a number
-CONTROLLERS = ("cpu", "devices", "memory", "pids")
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"
 
-Kind = Literal["main", "init", "restartable"]
-Layout = Literal["cgroupfs", "systemd", "v1"]
+Kind = Literal["main", "init"]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +47,11 @@ class Pod:
 
     name: str
     uid: str
-    static: bool
     containers: dict[str, Container] = field(default_factory=dict)
-    sandbox: int | None = None  # while it exists: PID of its process, 0 if it has none
-    wanted: bool = True  # its object is in the API server, or its manifest is there
+    sandbox: int | None = None  # PID of its process, while it exists
+    wanted: bool = True  # its object is in the API server
     known: bool = False  # this kubelet, in this life, has learned of it
     over: bool = False  # rejected, completed, or terminated
-    rejected: bool = False
 
     @property
     def full_name(self) -> tuple[str, str]:
@@ -77,30 +72,26 @@ class Pod:
     def request(self) -> Counter[str]:
         """The devices that it requests, by resource, as PodRequests() of the kubelet adds them up.
 
-        Init containers run one after another, beside those restartable ones that stand before them.
+        Init containers run one after another, before the others.
         """
-        init, sidecars, main = Counter[str](), Counter[str](), Counter[str]()
+        init, main = Counter[str](), Counter[str]()
         for container in self.containers.values():
             if container.kind == "main":
                 main.update(container.request)
-                continue
-            if container.kind == "restartable":
-                sidecars.update(container.request)
-            own = container.request if container.kind == "init" else {}
-            init |= sidecars + Counter(own)
-        return init | (sidecars + main)
+            else:
+                init |= Counter(container.request)
+        return init | main
 
 
 class Pods:
-    """All pods of a node, the API server's and static ones, and which of them the kubelet knows.
+    """All pods of a node, and which of them the kubelet knows.
 
-    It learns of static pods as soon as it starts, and of the API server's when that answers. Until
-    both have been seen once in its life, sources are not ready, and no pod is forgotten.
+    It learns of them when the API server answers. Until then sources are not ready, and no pod is
+    forgotten.
     """
 
     def __init__(self) -> None:
         self.all: list[Pod] = []
-        self.api_away = False
         self.sources_ready = False
 
     def __iter__(self) -> Iterator[Pod]:
@@ -118,22 +109,14 @@ class Pods:
         found = (pod for pod in self.all if name in (pod.name, pod.uid) and pod.has_containers)
         return next(found, None) or self.get(name)
 
-    def get_or_add(self, name: str, static: bool) -> Pod:
-        """Return the existing pod of this name, or a new one.
-
-        The UID is the same in each run of a test. A static pod's is 32 hex digits, a hash of its
-        manifest: a manifest that returns has the same UID again. An API server's is a UUID.
-        """
+    def get_or_add(self, name: str) -> Pod:
+        """Return the existing pod of this name, or a new one; UIDs are the same in each run."""
         same = [pod for pod in self.all if pod.name == name]
         if same and same[-1].wanted and not same[-1].over:
             return same[-1]
 
-        if static:
-            uid = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
-        else:
-            uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}#{len(same)}"))
-
-        self.all.append(Pod(name, uid, static))
+        uid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}#{len(same)}"))
+        self.all.append(Pod(name, uid))
         return self.all[-1]
 
     def forget(self) -> None:
@@ -214,65 +197,35 @@ class Judge:
 
 
 SANDBOX_SECONDS = 0.11  # at least, from a pod's admission to its first PreStartContainer (measured)
+BACK_OFF = 0.2  # seconds until a container is tried again (the original: 0.2 to 15 s)
 
 
 class Runtime:
     """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
 
-    `host` is the node that has their processes and cgroups; without one, nothing shows them.
-    `layout` is version 2 with either of the kubelet's cgroup drivers, or version 1, where each
-    controller has its own hierarchy. A pod's cgroup has `cgroup.events` with `populated` (version
-    2, whose root has `cgroup.controllers`), or `tasks` (version 1).
-
-    With `has_pause` a sandbox has a process, as containerd's. CRI-O's has none by default
-    (drop_infra_ctr), so that the pod's cgroup is empty until its first container is created, which
-    takes `create_seconds` after PreStartContainer, and whenever none of its containers runs.
+    `host` is the node that has their processes and cgroups, of version 2; without one, nothing
+    shows them. A sandbox has a process, as containerd's.
     """
 
-    def __init__(
-        self,
-        host: SimulatedNode | None,
-        judge: Judge,
-        *,
-        layout: Layout,
-        has_pause: bool,
-        create_seconds: float,
-    ) -> None:
-        self._layout = layout
-        self.has_pause = has_pause
-        self._create_seconds = create_seconds
+    def __init__(self, host: SimulatedNode | None, judge: Judge) -> None:
         self._host = host
         self._judge = judge
         self._next = FIRST_PID
-
-        self._hierarchies: list[Path] = []
         if host:
-            cgroups = host.root / "sys/fs/cgroup"
-            cgroups.mkdir(parents=True, exist_ok=True)
-            if layout == "v1":
-                self._hierarchies = [cgroups / name for name in (*CONTROLLERS, "systemd")]
-            else:
-                self._hierarchies = [cgroups]
-                put(cgroups / "cgroup.controllers", " ".join(CONTROLLERS))
+            self._cgroups = host.root / "sys/fs/cgroup"
+            self._cgroups.mkdir(parents=True, exist_ok=True)
+            (self._cgroups / "cgroup.controllers").touch()
 
     # Cgroups
 
-    def pod_cgroup(self, pod: Pod) -> str:
-        """Return the path of a pod's cgroup below a hierarchy (pod_container_manager_linux.go)."""
-        return self._below_kubepods("besteffort", f"pod{pod.uid}")
-
-    def _below_kubepods(self, *parts: str) -> str:
-        parts = ("kubepods", *parts)
-        if self._layout == "systemd":
-            names = [part.replace("-", "_") for part in parts]
-            return "/".join(f"{'-'.join(names[: n + 1])}.slice" for n in range(len(names)))
-        return "/".join(parts)
-
     def make_roots(self) -> None:
         """Make the cgroups of the QoS classes, as a kubelet that starts does."""
-        for hierarchy in self._hierarchies:
+        if self._host:
             for quality in ("burstable", "besteffort"):
-                (hierarchy / self._below_kubepods(quality)).mkdir(parents=True, exist_ok=True)
+                (self._cgroups / "kubepods" / quality).mkdir(parents=True, exist_ok=True)
+
+    def _cgroup(self, pod: Pod) -> Path:
+        return self._cgroups / f"kubepods/besteffort/pod{pod.uid}"
 
     def _log_directory(self, host: SimulatedNode, pod: Pod) -> Path:
         return host.root / "var/log/pods" / "_".join([*pod.full_name, pod.uid])
@@ -281,113 +234,73 @@ class Runtime:
         """Make a pod's cgroup, as the kubelet does before it mounts volumes and pulls images."""
         if self._host:
             self._log_directory(self._host, pod).mkdir(parents=True, exist_ok=True)
-        for hierarchy in self._hierarchies:
-            (hierarchy / self.pod_cgroup(pod)).mkdir(parents=True, exist_ok=True)
-        self._show_populated(pod)
+            self._cgroup(pod).mkdir(parents=True, exist_ok=True)
+            self._show_populated(pod)
 
     def remove_cgroup(self, pod: Pod) -> None:
         """Remove a pod's cgroup, as the kubelet does after its volumes are unmounted."""
         if self._host:
             shutil.rmtree(self._log_directory(self._host, pod), ignore_errors=True)
-        for hierarchy in self._hierarchies:
-            shutil.rmtree(hierarchy / self.pod_cgroup(pod), ignore_errors=True)
+            shutil.rmtree(self._cgroup(pod), ignore_errors=True)
 
     def _show_populated(self, pod: Pod) -> None:
         """Show whether the pod's cgroup has processes, in its own or in containers' cgroups."""
-        for hierarchy in self._hierarchies:
-            cgroup = hierarchy / self.pod_cgroup(pod)
-            if not cgroup.exists():
-                continue
-            if self._layout == "v1":
-                put(cgroup / "tasks", b"")  # all processes are in containers' cgroups
-            else:
-                put(cgroup / "cgroup.events", f"populated {int(pod.has_processes)}\nfrozen 0")
+        if self._host and self._cgroup(pod).exists():
+            events = f"populated {int(pod.has_processes)}\nfrozen 0"
+            put(self._cgroup(pod) / "cgroup.events", events)
 
     # Processes
 
     def start_sandbox(self, pod: Pod) -> None:
-        """Start the pod's sandbox, whose process, if any, stays until the pod has ended."""
-        pod.sandbox = self._new_process(pod) if self.has_pause else 0
+        """Start the pod's sandbox, whose process stays until the pod has ended."""
+        pod.sandbox = self._new_pid()
         self._show_populated(pod)
 
     def stop_sandbox(self, pod: Pod) -> None:
         """End the pod's sandbox after its containers; its cgroup is empty then."""
-        if pod.sandbox:
-            self._end_process(pod, pod.sandbox)
         pod.sandbox = None
         self._show_populated(pod)
 
-    async def create(self) -> None:
-        """Take the time until a container's process exists."""
-        if self._create_seconds:
-            await asyncio.sleep(self._create_seconds)
-
     def start(self, pod: Pod, container: Container, allocation: Allocation) -> None:
         """Run a container, which opens its device files. FileNotFoundError: one does not exist."""
+        pid = self._new_pid()
         if self._host:
             nodes = [*(spec.host_path for spec in allocation.devices), *allocation.cdi_devices]
-            self._host.start_process(self._next, self._proc_cgroup(pod, self._next), nodes)
+            inside = self._cgroup(pod).relative_to(self._cgroups)
+            self._host.start_process(pid, f"0::/{inside}/{pid}", nodes)
 
-        container.pid = self._new_process(pod)
+        container.pid = pid
         self._show_populated(pod)
-        self._judge.started(pod, container.pid, allocation)
+        self._judge.started(pod, pid, allocation)
 
     def stop(self, pod: Pod, container: Container) -> None:
-        """End a container's process, if it runs: its cgroup goes, the pod's stays."""
+        """End a container's process, if it runs: the pod's cgroup stays."""
         if container.pid is None:
             return
         if self._host:
             self._host.end_process(container.pid)
 
-        self._end_process(pod, container.pid)
         self._judge.ended(container.pid)
         container.pid = None
         self._show_populated(pod)
 
-    def _new_process(self, pod: Pod) -> int:
-        pid = self._next
+    def _new_pid(self) -> int:
         self._next += 1
-
-        for hierarchy in self._hierarchies:
-            cgroup = hierarchy / self._container_cgroup(pod, pid)
-            cgroup.mkdir()
-            if self._layout == "v1":
-                put(cgroup / "tasks", str(pid))
-            else:
-                put(cgroup / "cgroup.events", "populated 1\nfrozen 0")
-        return pid
-
-    def _end_process(self, pod: Pod, pid: int) -> None:
-        for hierarchy in self._hierarchies:
-            shutil.rmtree(hierarchy / self._container_cgroup(pod, pid), ignore_errors=True)
-
-    def _container_cgroup(self, pod: Pod, pid: int) -> str:
-        name = hashlib.sha256(f"{pod.uid}/{pid}".encode()).hexdigest()
-        name = f"cri-containerd-{name}.scope" if self._layout == "systemd" else name
-        return f"{self.pod_cgroup(pod)}/{name}"
-
-    def _proc_cgroup(self, pod: Pod, pid: int) -> str:
-        inside = self._container_cgroup(pod, pid)
-        if self._layout != "v1":
-            return f"0::/{inside}"
-        lines = [f"{number}:{name}:/{inside}" for number, name in enumerate(CONTROLLERS, 2)]
-        return "\n".join([*lines, f"1:name=systemd:/{inside}"])
+        return self._next
 
     def lose_power(self) -> None:
         """Remove all cgroups, as the kernel has none after a boot, which has an ID of its own."""
         if self._host:
             self._host.boot()
-        for hierarchy in self._hierarchies:
-            for directory in hierarchy.glob("kubepods*"):
-                shutil.rmtree(directory)
+            shutil.rmtree(self._cgroups / "kubepods", ignore_errors=True)
 
 
 class Worker:
     """Starts the containers of one pod, in the order of their admission, one at a time.
 
-    First come the pod's cgroup and its sandbox. A container that cannot be started is
-    tried again after `back_off` seconds, and others go on. Containers after an init container wait
-    for it; an ordinary one has done its work when the next container is to start.
+    First come the pod's cgroup and its sandbox. A container that cannot be started is tried again
+    after BACK_OFF seconds, and others go on. Containers after an init container wait for it; it has
+    done its work when the next container is to start.
     """
 
     def __init__(
@@ -395,17 +308,13 @@ class Worker:
         pod: Pod,
         runtime: Runtime,
         log: EventLog,
-        ready: Callable[[], Awaitable[object]],
         prepare: Callable[[Pod, Container], Awaitable[Allocation]],
-        back_off: float,
     ) -> None:
-        """Args: ready: waits for a former pod of this UID; prepare: calls PreStartContainer."""
+        """Args: prepare: calls PreStartContainer."""
         self._pod = pod
         self._runtime = runtime
         self._log = log
-        self._ready = ready
         self._prepare = prepare
-        self._back_off = back_off
 
         self._awake = asyncio.Event()
         self._starting = False
@@ -436,7 +345,6 @@ class Worker:
 
     async def _run(self) -> None:
         self._runtime.make_cgroup(self._pod)
-        await self._ready()
 
         while True:
             self._awake.clear()
@@ -455,7 +363,7 @@ class Worker:
                 await self._awake.wait()
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._awake.wait(), self._back_off)
+                    await asyncio.wait_for(self._awake.wait(), BACK_OFF)
 
     async def _start_all(self) -> bool:
         """Start all containers that do not run; returns whether nothing must be tried again."""
@@ -485,9 +393,6 @@ class Worker:
             if self._then:
                 return True
 
-            # The deletion of a pod does not end what the runtime has begun.
-            self._log.record("creating", **where)
-            await self._runtime.create()
             self._runtime.start(self._pod, container, allocation)
         except (Failure, FileNotFoundError) as error:
             kind = "Config" if isinstance(error, Failure) else ""
