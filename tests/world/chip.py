@@ -34,7 +34,7 @@ def dead_value(name: str) -> str:
 
     Captured for heartbeat, card type, ids, clock, versions, temp1_input and power1_input. The
     others follow from the same arithmetic (32 bits: mV unchanged, mA and limits in thousandths),
-    tt_eth_fw_ver from its bit fields 8.4.12.
+    tt_eth_fw_ver from its bit fields 8.4.12. Drivers before 2.9 show some other numbers.
     """
     special = {
         "tt_card_type": "unknown", "tt_serial": "F" * 16, "tt_asic_id": "F" * 16,
@@ -43,15 +43,6 @@ def dead_value(name: str) -> str:
         "power1_max": "4293967296", "in0_max": "65535",
     }  # fmt: skip
     return special.get(name, "255.255.255.255" if name.endswith("_ver") else ALL_ONES)
-
-
-# What differs in older drivers, by their sources: before 2.9 a Wormhole's sensors have 16 bits
-# (hwmon.c), before 2.2 a Blackhole's card type is PCI's (bh_show_card_type() in blackhole.c).
-TAGS_SINCE, CARD_TYPE_SINCE = (2, 9), (2, 2)
-DEAD_WORMHOLE_BEFORE = {
-    "temp1_input": "4095937", "temp1_max": "65535000", "curr1_input": "65535000",
-    "curr1_max": "65535000", "power1_input": "1110490560", "power1_max": "1110490560",
-}  # fmt: skip
 
 
 def in_steps(cls: type[T]) -> type[T]:
@@ -152,16 +143,7 @@ class Chip:
         value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
         if self.condition == "healthy" or name == "name" or name.endswith("_label"):
             return value
-        return None if self.condition == "resetting" else self._dead_value(name)
-
-    def _dead_value(self, name: str) -> str:
-        """Return what the node's driver shows of an attribute when every register is all ones."""
-        version = self.node.version
-        if self.arch == "wormhole" and version < TAGS_SINCE and name in DEAD_WORMHOLE_BEFORE:
-            return DEAD_WORMHOLE_BEFORE[name]
-        if self.arch == "blackhole" and version < CARD_TYPE_SINCE and name == "tt_card_type":
-            return self.telemetry[name]
-        return dead_value(name)
+        return None if self.condition == "resetting" else dead_value(name)
 
     def show(self, *names: str) -> None:
         """Write attributes with their content in the chip's present condition."""

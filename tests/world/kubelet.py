@@ -337,22 +337,14 @@ class Kubelet:
 
     # Admission
 
-    async def admit(
-        self,
-        pod: str,
-        container: str,
-        request: Mapping[str, int],
-        *,
-        init: bool = False,
-    ) -> Allocation:
+    async def admit(self, pod: str, container: str, request: Mapping[str, int]) -> Allocation:
         """Admit a container of a pod, which is then started in the background, see `running`.
 
-        Raises AdmissionError: the pod is rejected as a whole. The pod's later containers reuse the
-        devices of an `init` container. A resource that the kubelet does not know is ignored. A pod
-        that has ended, or was deleted, is followed by a new one of its name, with another UID.
+        Raises AdmissionError: the pod is rejected as a whole. A resource that the kubelet does not
+        know is ignored. A pod that has ended, or was deleted, is followed by a new one of its name,
+        with another UID.
         """
-        wish = Container(container, dict(request), "init" if init else "main")
-        admitted = await self.admit_pod(pod, [wish])
+        admitted = await self.admit_pod(pod, [Container(container, dict(request))])
         return admitted[container]
 
     async def run_pod(self, pod: str, resource: str, number: int = 1) -> Allocation:

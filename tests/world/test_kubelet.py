@@ -46,40 +46,6 @@ async def test_a_plugin_must_serve_before_it_registers(directory: Path, was_kill
     assert kubelet.violations == ([] if was_killed else [early])
 
 
-async def test_until_1_36_the_end_of_an_old_stream_takes_down_the_new_one(directory: Path) -> None:
-    """A plugin that registers again and only then ends its old stream loses both."""
-    async with (
-        Kubelet(directory, version=(1, 36)) as kubelet,
-        listed_plugin(kubelet, A) as old,
-        another_plugin(kubelet, N150, B, name="new.sock"),
-    ):
-        await kubelet.wait_for(lambda: kubelet.healthy(N150) == {"b"})
-        await old.stop()
-        await kubelet.wait_for(lambda: kubelet.allocatable() == {N150: 0})
-
-        assert len(kubelet.violations) == 1
-
-
-async def test_since_1_37_a_connected_socket_cannot_be_registered_again(directory: Path) -> None:
-    """It is refused, and that name from then on, even if the plugin has ended."""
-    async with (
-        Kubelet(directory, version=(1, 37)) as kubelet,
-        listed_plugin(kubelet, A) as plugin,
-    ):
-        for _ in range(2):
-            with pytest.raises(grpc.aio.AioRpcError, match="device plugin already connected"):
-                await plugin.register()
-
-            await plugin.stop()
-            await kubelet.wait_for(lambda: kubelet.find("ended", N150))
-            await plugin.serve()
-        await kubelet.restart()
-        await plugin.stop()
-        await plugin.serve()
-        await plugin.register()
-        await kubelet.registered(N150)
-
-
 # -- what no correct plugin does -------------------------------------------------------------------
 
 
@@ -102,22 +68,6 @@ async def test_a_wrong_list_is_a_violation(
         assert what in violation
 
 
-async def test_a_wrong_preference_is_a_violation(directory: Path) -> None:
-    """The container still gets its number; so are wrong permissions of a device file."""
-    three = [A, B, device("c")]
-    async with (
-        Kubelet(directory) as kubelet,
-        listed_plugin(kubelet, *three, get_preferred_allocation_available=True) as plugin,
-    ):
-        plugin.preference = ["a", "z"]
-        plugin.permissions = "rwx"
-        allocation = await kubelet.admit("pod", "main", {N150: 2})
-
-    assert len(allocation.ids[N150]) == 2
-    assert any("prefers" in text for text in kubelet.violations)
-    assert f"{N150} gives /dev/null the permissions 'rwx'" in kubelet.violations
-
-
 SHARED = [device("one::0"), device("one::1")]
 
 
@@ -125,19 +75,15 @@ SHARED = [device("one::0"), device("one::1")]
     ("devices", "chips", "other", "is_violation"),
     [
         ([A, B], ["1", "2"], N150, False),
-        ([A, B], ["1", "1"], N150, True),
         ([A, B], ["1,2", "2,3"], N150, True),
         ([A, B], ["1", "1"], P150, True),
-        (SHARED, ["1", "1"], N150, False),
         (SHARED, ["1,2", "2,3,1,4"], N150, False),
         ([device("one::0"), device("two::0")], ["1", "1"], N150, True),
-        ([device("one::0"), B], ["1", "1"], N150, True),
         (SHARED, ["1", "1"], P150, True),
     ],
     ids=[
-        "two chips", "one chip", "a chip in common", "two resources", "replicas",
-        "replicas of one board", "replicas of two devices", "a replica and a device",
-        "replicas of two resources",
+        "two chips", "a chip in common", "two resources", "replicas of one board",
+        "replicas of two devices", "replicas of two resources",
     ],
 )  # fmt: skip
 async def test_two_pods_that_run_with_one_chip_are_a_violation(

@@ -179,15 +179,6 @@ def test_the_life_of_a_chip_replays(
         assert found == expected, step
 
 
-def test_adding_a_card_is_a_hot_plug(build: Build, events: list[bytes]) -> None:
-    """`add` sends the events of the platform's plug, `vanish` those of its unplug."""
-    (chip,) = build().add("n150")
-    assert taken(events) == recorded("hotplug-n150", "plug")
-
-    chip.vanish()
-    assert taken(events) == recorded("hotplug-n150", "unplug")
-
-
 @pytest.mark.parametrize(("card", "remedy"), [("n150", "speak"), ("p150a", "rebind")])
 def test_late_firmware_replays(build: Build, events: list[bytes], card: str, remedy: str) -> None:
     """Wormhole's driver polls for telemetry; Blackhole's asks once, and must be bound again."""
@@ -204,26 +195,3 @@ def test_late_firmware_replays(build: Build, events: list[bytes], card: str, rem
     if remedy == "rebind":
         node.chips[0].rebind()
         assert taken(events) == recorded(f"{card}-late", "unbind-bind-when-ready")
-
-
-# -- what befalls a chip ---------------------------------------------------------------------------
-
-DEAD = {
-    "tt_heartbeat": "4294967295", "tt_card_type": "unknown", "tt_serial": "FFFFFFFFFFFFFFFF",
-    "tt_asic_id": "FFFFFFFFFFFFFFFF", "tt_aiclk": "4294967295",
-    "tt_fw_bundle_ver": "255.255.255.255", "temp1_input": "65535999",
-    "power1_input": "4293967296", "name": "wormhole", "current_link_speed": "Unknown",
-}  # fmt: skip
-
-
-def test_dead_chip_reads_what_was_captured(build: Build) -> None:
-    """Texts of the usual form and no error, until the chip revives."""
-    (chip,) = build("n150").chips
-    config = chip.attribute("config").read_bytes()
-    chip.die(bus=True)
-
-    assert {name: chip.attribute(name).read_text().strip() for name in DEAD} == DEAD
-    assert chip.attribute("config").read_bytes() == b"\xff" * len(config)
-
-    chip.revive()
-    assert chip.attribute("config").read_bytes() == config
