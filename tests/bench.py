@@ -1,6 +1,6 @@
 """What the daemon costs and how fast it is, beside the least that gRPC in Python allows.
 
-    python -m tests.bench [--json FILE] [--pyz PATH] [--quick]
+    python -m tests.bench [--json FILE] [--only MEASUREMENT]
 
 The floor is a bare grpc.aio plugin with the same stubs, in a process of its own, that answers
 constants of the same size. Daemon and floor are measured in turns, on a simulated Galaxy with 32
@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ import grpc.aio
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
 from tests.world.kubelet import Kubelet
-from tests.world.node import SimulatedNode
+from tests.world.node import Chip, SimulatedNode
 from tests.world.processes import (
     ROOT,
     Broken,
@@ -41,7 +41,6 @@ from tests.world.processes import (
     Service,
     footprint,
     outlet_flags,
-    outlets,
     percentile,
     run,
     within,
@@ -155,15 +154,14 @@ WITHOUT_OPENSSL = 'import sys; sys.modules.setdefault("ssl", None)'
 class Bench:
     """The simulated node and the two programs on it: everything that a measurement starts from."""
 
-    def __init__(self, home: Path, pyz: Path | None, quick: bool) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
-        self.quick = quick
-        self.installation = Installation(home, pyz)
+        self.installation = Installation(home)
         self.directory = home / "dp"  # the daemon's
         self.bare_directory = home / "bare/dp"  # the floor's
         self.bare_directory.mkdir(parents=True)
-        for path in outlets(home).values():  # whatever others can read is written
-            Path(path if path.endswith(("cdi", ".d")) else os.path.dirname(path)).mkdir()
+        for name in ("cdi", "features.d"):  # files for others are written
+            (home / name).mkdir()
 
         self.uevents = home / "uevents"
         self.node = SimulatedNode(home / "node")
@@ -309,7 +307,7 @@ async def start_to_ready(bench: Bench) -> list[Row]:
     """Measure from before the exec to READY=1, in turns."""
     daemon: list[float] = []
     floor: list[float] = []
-    for _ in range(5 if bench.quick else 25):
+    for _ in range(25):
         for child, times in ((bench.daemon(), daemon), (bench.floor(), floor)):
             async with child:
                 times.append(await child.ready())
@@ -336,41 +334,27 @@ async def idle(bench: Bench, seconds: float, *children: Service) -> list[float]:
 
 
 async def at_rest(bench: Bench) -> list[Row]:
-    """Memory and CPU of both at the same time, with polls every 5 s and a stream each.
-
-    All is on: CDI, labels, and for the second half the metrics in a file, for which the cards'
-    sensors are read every 15 s.
-    """
-    seconds = 15 if bench.quick else 90
-    metrics = Path(outlets(bench.home)["metrics_file"]).parent
-    metrics.rename(f"{metrics}.away")
-
-    rows = []
+    """Memory and CPU of both at the same time, with polls every 5 s and a stream each."""
     async with bench.both(interval=5.0) as (daemon, floor, _, _):
-        ours, bare = await idle(bench, seconds, daemon, floor)
-        rows.append(Row("CPU at rest", "%", ours, floor=bare))
-        rows.append(Row("  above the floor", "%", ours - bare).within(0.12))
-
-        Path(f"{metrics}.away").rename(metrics)
-        ours, bare = await idle(bench, seconds, daemon, floor)
-        rows.append(Row("CPU at rest, metrics taken", "%", ours, floor=bare))
-        rows.append(Row("  above the floor", "%", ours - bare))
-
+        ours, bare = await idle(bench, 90, daemon, floor)
         held, least = footprint(daemon.pid), footprint(floor.pid)
-    rss = Row("memory: RSS", "MB", held.rss / 1024, floor=least.rss / 1024).within(40)
-    return [rss, *rows]
+
+    return [
+        Row("memory: RSS", "MB", held.rss / 1024, floor=least.rss / 1024).within(40),
+        Row("CPU at rest", "%", ours, floor=bare),
+        Row("  above the floor", "%", ours - bare).within(0.12),
+    ]
 
 
-async def restart(kubelet: Kubelet, pause: float) -> list[float]:
-    """Return the seconds from kubelet.sock until Register, registered and the first list."""
+async def restart(kubelet: Kubelet, pause: float) -> float:
+    """Return the seconds from kubelet.sock until the first list."""
     await kubelet.kill()
     await asyncio.sleep(pause)
     await kubelet.start()
     appeared = kubelet.find("started")[-1].at
 
     await kubelet.registered(RESOURCE)
-    kinds = ("register", "registered", "list")
-    return [kubelet.find(kind, RESOURCE, appeared)[0].at - appeared for kind in kinds]
+    return kubelet.find("list", RESOURCE, appeared)[0].at - appeared
 
 
 async def kubelet_restarts(bench: Bench) -> list[Row]:
@@ -380,11 +364,11 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
     daemon in every state.
     """
     pauses = random.Random(1)
-    times: tuple[list[list[float]], list[list[float]]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
     costs: tuple[list[float], list[float]] = ([], [])
     async with bench.both() as (daemon, floor, kubelet, other):
         pairs = ((daemon, kubelet), (floor, other))
-        for _ in range(20 if bench.quick else 100):
+        for _ in range(100):
             pause = pauses.uniform(0, 0.2)
             for (child, its_kubelet), seconds, spent in zip(pairs, times, costs, strict=True):
                 before = cpu_seconds(child.pid)
@@ -392,13 +376,8 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
                 await asyncio.sleep(AFTERWARDS)
                 spent.append(cpu_seconds(child.pid) - before)
 
-    ours, bare = times
-    columns = zip(zip(*ours, strict=True), zip(*bare, strict=True), strict=True)
-    arrived, registered, listed = (timed("", *each) for each in columns)
     return [
-        replace(arrived, what="kubelet.sock until Register arrives").within(20, "p99"),
-        replace(registered, what="kubelet.sock until registered"),
-        replace(listed, what="kubelet.sock until the devices are there").below(1.1),
+        timed("kubelet.sock until the devices are there", *times).below(1.1),
         timed("CPU time of a kubelet restart", *costs).below(1.5),
     ]
 
@@ -408,43 +387,39 @@ async def events_to_lists(bench: Bench) -> list[Row]:
 
     One after the other they are gathered for 30 ms; a lone one is handled at once.
     """
-    gone: list[float] = []
-    back: list[float] = []
+    busy: list[float] = []
     lone: list[float] = []
     async with bench.both(events=True) as (_, _, kubelet, _):
 
-        async def listed(deliver: Callable[[], float], healthy: bool, bdf: str) -> float:
-            begin = deliver()
-            await kubelet.wait_for(lambda: (bdf in kubelet.healthy(RESOURCE)) is healthy)
-            return kubelet.find("list", RESOURCE, begin)[-1].at - begin
+        async def change(chip: Chip, quiet: float) -> list[float]:
+            """Return the seconds until the list without a card, and until the one with it."""
+            seconds = []
+            for operation in (chip.vanish, chip.come_back):
+                await asyncio.sleep(quiet)
+                operation()
+                begin = bench.kernel.deliver()
+                await kubelet.wait_for(
+                    lambda: (chip.bdf in kubelet.healthy(RESOURCE)) is chip.present
+                )
+                seconds.append(kubelet.find("list", RESOURCE, begin)[-1].at - begin)
+            return seconds
 
-        for chip in itertools.islice(itertools.cycle(bench.node.chips), 10 if bench.quick else 50):
-            chip.vanish()
-            gone.append(await listed(bench.kernel.deliver, False, chip.bdf))
-            chip.come_back()
-            back.append(await listed(bench.kernel.deliver, True, chip.bdf))
-
-        for chip in bench.node.chips[: 5 if bench.quick else 20]:
-            await asyncio.sleep(QUIET)
-            chip.vanish()
-            lone.append(await listed(bench.kernel.deliver, False, chip.bdf))
-            await asyncio.sleep(QUIET)
-            chip.come_back()
-            lone.append(await listed(bench.kernel.deliver, True, chip.bdf))
+        for chip in itertools.islice(itertools.cycle(bench.node.chips), 50):
+            busy += await change(chip, 0)
+        for chip in bench.node.chips[:20]:
+            lone += await change(chip, QUIET)
 
     return [
-        timed("kernel event until the kubelet's list", gone + back).within(50, "p99"),
-        timed("  a card is gone", gone),
-        timed("  a card is back, with telemetry", back),
+        timed("kernel event until the kubelet's list", busy).within(50, "p99"),
         timed("  after a quiet second", lone).within(5),
     ]
 
 
-async def in_turns(bench: Bench, ours: Any, bare: Any, method: str, requests: Sequence[Any]) -> Row:
-    """Unary calls of both plugins in turns, with the same request each time or the next one."""
+async def in_turns(ours: Any, bare: Any, what: str, method: str, requests: Sequence[Any]) -> Row:
+    """Unary calls of both plugins in turns, with the next request each time."""
     times: tuple[list[float], list[float]] = ([], [])
     next_request = itertools.cycle(requests)
-    for turn in range(WARM_UP + (100 if bench.quick else 1000)):
+    for turn in range(WARM_UP + 1000):
         request = next(next_request)
         for plugin, seconds in zip((ours, bare), times, strict=True):
             begin = time.monotonic()
@@ -452,45 +427,30 @@ async def in_turns(bench: Bench, ours: Any, bare: Any, method: str, requests: Se
             if turn >= WARM_UP:
                 seconds.append(time.monotonic() - begin)
 
-    return timed(method, *times)
+    return timed(what, *times)
 
 
 async def calls(bench: Bench) -> list[Row]:
-    """Calls whose answers are of the same size."""
-    requests = bench.requests
+    """Calls whose answers are of the same size; the device's only pod starts again and again."""
     containers = [pb.ContainerAllocateRequest(devices_ids=[each.bdf]) for each in bench.node.chips]
     of_each = [pb.AllocateRequest(container_requests=[each]) for each in containers]
+    question = bench.requests["GetPreferredAllocation"]
 
-    async with (
-        bench.both(),
-        calling(bench.directory) as ours,
-        calling(bench.bare_directory) as bare,
-    ):
-        plugins = (bench, ours, bare)
-        same = await in_turns(*plugins, "Allocate", [requests["Allocate"]])
-        another = await in_turns(*plugins, "Allocate", of_each)
-        question = requests["GetPreferredAllocation"]
-        preferred = await in_turns(*plugins, "GetPreferredAllocation", [question])
-
-    return [
-        replace(same, what="Allocate of one device").below(1.5),
-        replace(another, what="Allocate of another device each time").below(1.5),
-        replace(preferred, what="GetPreferredAllocation, 14 of 28 devices").below(3.5),
-    ]
-
-
-async def starts(bench: Bench) -> list[Row]:
-    """PreStartContainer that does not wait: the device's only pod starts again and again."""
     async with (
         bench.both() as (_, _, kubelet, _),
         calling(bench.directory) as ours,
         calling(bench.bare_directory) as bare,
     ):
         await kubelet.admit("pod", "main", {RESOURCE: 1})
-        request = pb.PreStartContainerRequest(devices_ids=kubelet.allocated(RESOURCE))
-        row = await in_turns(bench, ours, bare, "PreStartContainer", [request])
+        start = pb.PreStartContainerRequest(devices_ids=kubelet.allocated(RESOURCE))
+        what = "PreStartContainer that does not wait"
+        started = await in_turns(ours, bare, what, "PreStartContainer", [start])
 
-    return [replace(row, what="PreStartContainer that does not wait").below(1.5)]
+        allocate = await in_turns(ours, bare, "Allocate of one device", "Allocate", of_each)
+        what = "GetPreferredAllocation, 14 of 28 devices"
+        prefer = await in_turns(ours, bare, what, "GetPreferredAllocation", [question])
+
+    return [allocate.below(1.5), prefer.below(3.5), started.below(1.5)]
 
 
 SHARED = """
@@ -518,29 +478,15 @@ async def one_more_pod(bench: Bench) -> list[Row]:
         await daemon.ready()
         await kubelet.registered(RESOURCE)
 
-        before, measured = (20, 10) if bench.quick else (100, 50)
-        for number in range(before + measured):
+        for number in range(150):
             begin = loop_seconds(daemon.pid)
             await kubelet.admit(f"pod-{number}", "main", {RESOURCE: 1})
             await kubelet.running(f"pod-{number}", "main")
-            if number >= before:
+            if number >= 100:
                 await asyncio.sleep(2 * AFTERWARDS)
                 costs.append(loop_seconds(daemon.pid) - begin)
 
-    row = timed("one more pod, 32 chips × 100 replicas", costs)
-    return [replace(row, what=f"{row.what}: loop").within(10)]
-
-
-async def to_the_end(bench: Bench) -> list[Row]:
-    """Measure from SIGTERM until the process is gone, with a kubelet that watches."""
-    times: list[float] = []
-    async with Kubelet(bench.directory) as kubelet:
-        for _ in range(3 if bench.quick else 10):
-            async with bench.daemon() as daemon:
-                await daemon.ready()
-                await kubelet.registered(RESOURCE)
-                times.append((await daemon.stop())[1])
-    return [timed("SIGTERM until the end", times).within(1000, "most")]
+    return [timed("one more pod, 32 chips × 100 replicas: loop", costs).within(10)]
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -551,9 +497,7 @@ MEASUREMENTS = (
     kubelet_restarts,
     events_to_lists,
     calls,
-    starts,
     one_more_pod,
-    to_the_end,
 )
 
 
@@ -572,7 +516,7 @@ def table(rows: Sequence[Row]) -> str:
 async def bench(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     with workspace() as home:
-        bench = Bench(home, options.pyz, options.quick)
+        bench = Bench(home)
         await bench.prepare()
         for measurement in MEASUREMENTS:
             if options.only not in ("", measurement.__name__):
@@ -582,9 +526,8 @@ async def bench(options: argparse.Namespace) -> int:
 
     print(table(rows))
     print("\nfloor: a bare grpc.aio plugin; neither of the two loads OpenSSL")
-    program = "zipapp" if options.pyz else "source"
     machine = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
-    print(f"{program}, {machine}, grpcio {grpc.__version__}, load {os.getloadavg()[0]:.2f}")
+    print(f"{machine}, grpcio {grpc.__version__}, load {os.getloadavg()[0]:.2f}")
 
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -598,10 +541,6 @@ def main() -> int:
         prog="python -m tests.bench", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
-    parser.add_argument(
-        "--pyz", type=lambda text: Path(text).absolute(), metavar="PATH", help="measure this zipapp"
-    )
-    parser.add_argument("--quick", action="store_true", help="a fifth of the samples")
     names = [measurement.__name__ for measurement in MEASUREMENTS]
     parser.add_argument("--only", default="", choices=names, help="measure only this")
 

@@ -17,7 +17,6 @@ import functools
 import random
 import signal
 import socket
-import statistics
 import sys
 import time
 from collections import Counter
@@ -34,7 +33,6 @@ from tests.world.processes import (
     Kernel,
     Service,
     footprint,
-    percentile,
     run,
     within,
     workspace,
@@ -59,7 +57,6 @@ class Soak:
         self.daemon = daemon
         self.kernel = kernel
         self.restarts = 0
-        self.seconds: list[float] = []  # of plain restarts, until all resources were registered
         self.disturbances = Counter[str]()
         self._random = random.Random(seed)
 
@@ -81,23 +78,16 @@ class Soak:
             self.kill_a_chip: 75,
             self.reload: 100,
             self.hang: 150,
-            self.renumber: 200,
         }
         for disturbance, period in disturbances.items():
             if self._random.randrange(period) == 0:
                 self.disturbances[disturbance.__name__] += 1
                 await disturbance()
 
-        is_plain = not kubelet.faults
         await (kubelet.stop() if self.restarts % 2 else kubelet.kill())
         await asyncio.sleep(self._random.choice((0, 0, 0.001, 0.005, 0.02)))
         await kubelet.start()
-        since = kubelet.find("started")[-1].at
-
         await self.registered()
-        if is_plain:
-            ends = [kubelet.find("registered", name, since)[-1].at for name in RESOURCES]
-            self.seconds.append(max(ends) - since)
         self.restarts += 1
 
     async def registered(self) -> None:
@@ -189,11 +179,6 @@ class Soak:
             silent.listen()
             await asyncio.sleep(0.1)
 
-    async def renumber(self) -> None:
-        first, second = self._random.sample([chip.bdf for chip in self.node.chips], 2)
-        self.node.swap_ordinals(first, second)
-        self.kernel.deliver()
-
     # What is measured
 
     def _is_healthy(self, bdf: str) -> bool:
@@ -206,8 +191,7 @@ class Soak:
             await asyncio.sleep(0.25)
             looks.append(footprint(self.daemon.pid))
 
-        keys = Footprint.__slots__
-        return Footprint(*(min(getattr(look, key) for look in looks) for key in keys))
+        return Footprint(*map(min, zip(*looks, strict=True)))
 
 
 @contextlib.asynccontextmanager
@@ -230,34 +214,23 @@ async def soaking(seed: int) -> AsyncIterator[Soak]:
 async def soak(restarts: int, minutes: float, seed: int) -> int:
     """Return the exit status: 1 if something has grown or was wrong."""
     begin = time.monotonic()
-    samples: list[Footprint] = []
-    reports = 0
+    first: Footprint | None = None
+    progress = 0.0
     async with soaking(seed) as soak:
-        print("   min  restarts    RSS kB   anon kB   fds  threads  restart p99 ms", flush=True)
-        progress = 0.0
         while progress < 1:
             await soak.step()
             spent = (time.monotonic() - begin) / 60
             progress = min(soak.restarts / restarts, spent / minutes if minutes else 1)
+            if first is None and progress >= WARM_UP:
+                first = await soak.sample()
+        last = await soak.sample()
 
-            if progress >= WARM_UP and (not samples or progress * 20 >= reports + 1):
-                reports = int(progress * 20)
-                samples.append(held := await soak.sample())
-                print(f"{spent:6.1f} {soak.restarts:9d} {row(soak, held)}", flush=True)
-
-    median = statistics.median(soak.seconds) * 1000
-    print(f"{soak.restarts} restarts, registered again after {median:.1f} ms (median)")
-    print(f"in between: {dict(soak.disturbances)}")
-    verdicts = judge(samples[0], samples[-1], soak.kubelet.violations)
+    print(f"{soak.restarts} restarts; in between: {dict(soak.disturbances)}")
+    assert first
+    verdicts = judge(first, last, soak.kubelet.violations)
     for text, is_kept in verdicts.items():
         print(f"{'ok  ' if is_kept else 'FAIL'}  {text}")
     return 0 if all(verdicts.values()) else 1
-
-
-def row(soak: Soak, held: Footprint) -> str:
-    p99 = percentile(soak.seconds, 99) * 1000
-    memory = f"{held.rss:9d} {held.anonymous:9d}"
-    return f"{memory} {held.descriptors:5d} {held.threads:8d} {p99:12.1f}"
 
 
 def judge(first: Footprint, last: Footprint, violations: Sequence[str]) -> dict[str, bool]:

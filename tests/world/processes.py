@@ -485,21 +485,17 @@ class Kernel:
 
 
 # -- the cost of a process ------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The resources of a process at one moment. Sizes in kB, as the kernel counts them."""
+class Footprint(NamedTuple):
+    """The resources of a process at one moment."""
 
-    rss: int
-    anonymous: int
+    rss: int  # kB, as the kernel counts them
     descriptors: int
-    threads: int
 
 
 def footprint(pid: int) -> Footprint:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in lines)
-    rss, anonymous = (int(status[key].split()[0]) for key in ("VmRSS", "RssAnon"))
-    return Footprint(rss, anonymous, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = status.partition("VmRSS:")[2].split()[0]
+    return Footprint(int(resident), len(os.listdir(f"/proc/{pid}/fd")))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
