@@ -77,36 +77,33 @@ def rises(*versions: str) -> bool:
 
 
 def test_versions_only_rise(repository: Repository) -> None:
-    """From commit to commit, through a release and after it; each is below the next release."""
+    """From commit to commit, also with changes, through a release and after it.
+
+    Each is below the next release.
+    """
     seen = []
-    for commits in (1, 7, 1):  # then the count has a second digit
-        for _ in range(commits):
+
+    def commit(number: int) -> None:
+        for _ in range(number):
             repository.commit("Change")
-        seen.append(repository.version())
-    repository.git("tag", "-m", "", "v0.2.0")
-    seen.append(repository.version())
-    for commits in (1, 9):
-        for _ in range(commits):
-            repository.commit("Change")
-        seen.append(repository.version())
-
-    assert re.fullmatch(r"0~git2\.g[0-9a-f]{10}", seen[0]), seen
-    assert seen[3] == "0.2.0" and re.fullmatch(r"0\.2\.0\+git1\.g[0-9a-f]{10}", seen[4]), seen
-    assert rises(*seen, "0.2.1"), seen
-
-
-def test_uncommitted_changes_are_part_of_the_version(repository: Repository) -> None:
-    """With and without a release, above the commit and below the next one."""
-    for tag in (False, True):
-        if tag:
-            repository.git("tag", "-m", "", "v0.2.0")
         clean = repository.version()
         repository.write("CHANGELOG.md", "changed")
         changed = repository.version()
         repository.git("checkout", "--quiet", ".")
 
         assert changed == f"{clean}+dirty"
-        assert rises(clean, changed, "0.2.0+git1.g0000000000" if tag else "0~git2.g0000000000")
+        seen.extend([clean, changed])
+
+    for number in (1, 7, 1):  # then the count has a second digit
+        commit(number)
+    repository.git("tag", "-m", "", "v0.2.0")
+    seen.append(repository.version())
+    for number in (1, 9):
+        commit(number)
+
+    assert re.fullmatch(r"0~git2\.g[0-9a-f]{10}", seen[0]), seen
+    assert seen[6] == "0.2.0" and re.fullmatch(r"0\.2\.0\+git1\.g[0-9a-f]{10}", seen[7]), seen
+    assert rises(*seen, "0.2.1"), seen
 
 
 def test_without_git(repository: Repository) -> None:
