@@ -103,7 +103,6 @@ class World:
 
         self.kubelet = Kubelet(
             home / "dp",
-            version=draw.choice([(1, 36), (1, 37)]),
             host=self.node,
             pods_come=PATIENCE,
             seed=seed,
@@ -437,7 +436,6 @@ async def run_fuzz(seed: int, steps: int = sys.maxsize, seconds: float = inf) ->
     no_signals = patch.object(asyncio.get_running_loop(), "add_signal_handler")
     with workspace() as home, HURRIED, no_signals:
         world = World(home, seed)
-        print(f"seed {seed}, kubelet {world.kubelet.config.version}", flush=True)
 
         logging.getLogger().addHandler(world.log)
         await world.start_daemon()  # before the kubelet, as its unit orders

@@ -125,7 +125,7 @@ async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
 ) -> None:
     """After a reboot without its card. Kubelets of 1.35 to 1.37 would crash otherwise."""
     node.add("p300c", numa_node=0)
-    async with kubelet_of(node, directory, version=(1, 37)) as kubelet:
+    async with kubelet_of(node, directory) as kubelet:
         async with RunningDaemon(node, settings_of(node, directory, **FAST)):
             await kubelet.run_pod("train", P300)
             (mine,) = kubelet.allocated(P300)

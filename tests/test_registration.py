@@ -36,7 +36,6 @@ from tests.world.reference import another_plugin
 from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
-VERSIONS = [(1, 32), (1, 37)]  # the oldest one, and the first that knows sockets
 AN_HOUR = 3600.0
 
 
@@ -124,9 +123,8 @@ async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("version", VERSIONS)
 async def test_twenty_restarts_leave_nothing_behind(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
+    node: SimulatedNode, start: StartDaemon, directory: Path
 ) -> None:
     """Registered after each start without a pause; no thread, task, socket or descriptor more.
 
@@ -138,7 +136,7 @@ async def test_twenty_restarts_leave_nothing_behind(
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(asyncio.all_tasks())
 
     daemon = await start(interval=AN_HOUR)
-    kubelet = kubelet_of(node, directory, version=version)
+    kubelet = kubelet_of(node, directory)
     before = (0, 0, 0)
 
     for number in range(20):
@@ -199,16 +197,14 @@ async def test_every_stream_gets_a_changed_list_at_once_and_an_unchanged_one_nev
 
 
 @pytest.mark.usefixtures("slow_stops")
-@pytest.mark.parametrize("version", VERSIONS)
 async def test_a_deleted_socket_is_bound_and_registered_again(
     node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
-    version: tuple[int, int],
 ) -> None:  # fmt: skip
     """The old stream ends first, else kubelets would forget the resource."""
     monkeypatch.setattr(ttdp, "LAST_GRACE", AN_HOUR)  # only the daemon's end leaves calls time
     daemon = await start(interval=AN_HOUR)
 
-    async with kubelet_of(node, directory, version=version) as kubelet:
+    async with kubelet_of(node, directory) as kubelet:
         for number in range(1, 4):
             await until(lambda: daemon.state(N150) == ttdp.REGISTERED and kubelet.healthy(N150))
             assert len(kubelet.find("registered")) == number
@@ -549,13 +545,12 @@ async def test_a_reload_moves_devices_to_another_resource_and_leaves_other_strea
 
 
 @pytest.mark.usefixtures("slow_stops")
-@pytest.mark.parametrize("version", VERSIONS)
 async def test_a_resource_that_ends_and_returns_at_once_has_one_session_at_a_time(
-    node: SimulatedNode, start: StartDaemon, directory: Path, version: tuple[int, int]
+    node: SimulatedNode, start: StartDaemon, directory: Path
 ) -> None:
     """Two SIGHUPs in a row, or in one turn of the loop; also if the kubelet restarts meanwhile."""
     (chip,) = node.add("p150a")
-    async with kubelet_of(node, directory, version=version) as kubelet:
+    async with kubelet_of(node, directory) as kubelet:
         daemon = await start(interval=AN_HOUR)
         for number in range(0, 48, 5):
             await until(lambda: daemon.state(P150) == ttdp.REGISTERED)

@@ -118,7 +118,6 @@ class Kubelet:
         self,
         directory: Path | str,
         *,
-        version: tuple[int, int] = (1, 36),
         dial_timeout: float = 10.0,
         seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
@@ -126,7 +125,7 @@ class Kubelet:
         host: SimulatedNode | None = None,
     ) -> None:
         log = EventLog(on_event)
-        self.config = Config(Path(directory), version, dial_timeout, random.Random(seed))
+        self.config = Config(Path(directory), dial_timeout, random.Random(seed))
         self.directory = self.config.directory
         self.socket = self.directory / "kubelet.sock"
         self.file = CheckpointFile(self.directory)
@@ -254,8 +253,7 @@ class Kubelet:
         sweep(self.directory)
         async with self._sockets.bound(self.socket) as server:
             rpc.add_RegistrationServicer_to_server(_Registration(self), server)
-        version = ".".join(map(str, self.config.version))
-        self.log.record("started", socket=str(self.socket), version=version)
+        self.log.record("started", socket=str(self.socket))
 
         self._learning = asyncio.create_task(self._hear_of_pods())
         await server.start()

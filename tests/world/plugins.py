@@ -35,7 +35,6 @@ class Config:
     """What distinguishes one kubelet from another."""
 
     directory: Path
-    version: tuple[int, int]
     dial_timeout: float
     random: random.Random
 
@@ -44,11 +43,6 @@ class Config:
         result = sorted(items, key=repr)
         self.random.shuffle(result)
         return result
-
-    @property
-    def has_endpoint_per_socket(self) -> bool:
-        """Whether connections are told apart by their sockets: since 1.37 (`endpointStore`)."""
-        return self.version >= (1, 37)
 
 
 class Failure(Exception):
@@ -205,11 +199,10 @@ def refuse_impossible(request: pb.RegisterRequest) -> None:
 class Plugins:
     """The plugins that have registered, and their streams.
 
-    Before 1.37 the kubelet knows one connection per resource: when any stream of the resource ends,
-    the newest connection is closed, so a plugin that registers again first and ends its old stream
-    afterwards loses both. Since 1.37 it knows one per socket: registering a connected socket is
-    refused, and because the kubelet then forgets the old connection without closing it, that
-    socket's name is refused until it restarts.
+    It is as strict as two generations of kubelets together. Before 1.37 there is one connection per
+    resource: when any stream of the resource ends, the newest connection is closed, so a plugin
+    that registers again first and ends its old stream afterwards loses both. Since 1.37 there is
+    one per socket: registering a connected socket is refused.
     """
 
     def __init__(
@@ -220,9 +213,8 @@ class Plugins:
         self._log = log
         self._devices = devices
         self._write = write
-        self._clients: dict[str, list[Client]] = {}
-        self._by_socket: dict[str, dict[str, Endpoint]] = {}  # since 1.37
-        self._streams: set[asyncio.Task[None]] = set()
+        self._newest: dict[str, Client] = {}  # by resource
+        self._streams: dict[Client, asyncio.Task[None]] = {}  # all that have not ended
 
     # Registration
 
@@ -235,22 +227,17 @@ class Plugins:
             self._log.violation(text)
 
         client = Client.to(resource, os.path.normpath(self._config.directory / request.endpoint))
-        if self._config.has_endpoint_per_socket:
-            self._clients.setdefault(resource, []).append(client)
-        else:
-            self._clients[resource] = [client]  # the former one is neither closed nor remembered
-
+        self._newest[resource] = client  # the former one is neither closed nor remembered
         try:
             await self._connect(client, request)
         except BaseException:
-            self._deregister(client)
+            self._newest.pop(resource, None)
             await client.close()
             raise
 
         # Register is answered before the first list comes.
-        task = asyncio.create_task(self._follow(client))
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        self._streams[client] = asyncio.create_task(self._follow(client))
+        self._streams[client].add_done_callback(lambda _: self._streams.pop(client))
 
     async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
         """Dial back and ask for the options, all within the plugin's call of Register."""
@@ -276,26 +263,11 @@ class Plugins:
             text = "registers other options than GetDevicePluginOptions answers"
             self._log.violation(f"{client.resource} {text}")
 
-        self._add_endpoint(client, Endpoint(client, options))
-
-    def _add_endpoint(self, client: Client, endpoint: Endpoint) -> None:
-        if self._config.has_endpoint_per_socket:
-            connected = self._by_socket.setdefault(client.resource, {})
-            if client.path in connected:
-                text = f"registers {client.path} again while it is still connected"
-                self._log.violation(f"{client.resource} {text}")
-                raise Failure(f"device plugin already connected: {client.path}")
-            connected[client.path] = endpoint
-
-        self.endpoints[client.resource] = endpoint
-
-    def _deregister(self, client: Client) -> None:
-        """Forget the resource's connection; since 1.37 all those to this socket."""
-        others = [c for c in self._clients.get(client.resource, []) if c.path != client.path]
-        if others and self._config.has_endpoint_per_socket:
-            self._clients[client.resource] = others
-        else:
-            self._clients.pop(client.resource, None)
+        if any(each.path == client.path for each in self._streams):
+            text = f"registers {client.path} again while it is still connected"
+            self._log.violation(f"{client.resource} {text}")
+            raise Failure(f"device plugin already connected: {client.path}")
+        self.endpoints[client.resource] = Endpoint(client, options)
 
     # Streams
 
@@ -317,10 +289,7 @@ class Plugins:
         self._log.record("ended", resource=client.resource, endpoint=client.name, reason=reason)
 
         # The original looks the connection up again, and may find a newer one.
-        by_path = self._config.has_endpoint_per_socket
-        known = self._clients.get(client.resource, [])
-        target = next((c for c in known if c.path == client.path or not by_path), None)
-        if target:
+        if target := self._newest.get(client.resource):
             if target is not client:
                 text = "ended a stream after registering again: both are lost"
                 self._log.violation(f"{client.resource} {text}")
@@ -350,20 +319,9 @@ class Plugins:
         )
 
     async def _disconnect(self, client: Client) -> None:
-        resource = client.resource
-        self._deregister(client)
-
-        if not self._config.has_endpoint_per_socket:
-            if endpoint := self.endpoints.get(resource):
-                self._lose(resource, endpoint)
-        elif endpoint := self._by_socket.get(resource, {}).pop(client.path, None):
-            if others := self._by_socket[resource]:
-                # Another plugin goes on with the resource: any, as Go's maps have no order.
-                endpoint.stopped = True
-                self.endpoints[resource] = self._config.random.choice(list(others.values()))
-            else:
-                self._lose(resource, endpoint)
-
+        self._newest.pop(client.resource, None)
+        if endpoint := self.endpoints.get(client.resource):
+            self._lose(client.resource, endpoint)
         await client.close()
 
     def _lose(self, resource: str, endpoint: Endpoint) -> None:
@@ -387,21 +345,21 @@ class Plugins:
 
     async def drop(self) -> None:
         """Break all connections, as after an error on each stream."""
-        for clients in list(self._clients.values()):
-            for client in clients:
-                await client.close()
+        for client in list(self._newest.values()):
+            await client.close()
 
     async def abandon(self) -> None:
         """End all connections, as the end of the process does."""
-        abandoned = [client for clients in self._clients.values() for client in clients]
-        self._clients.clear()
+        abandoned = [*self._newest.values()]
+        self._newest.clear()
         for client in abandoned:
             await client.close()
 
-        # Connections that a newer registration replaced are in no list any more.
-        for stream in self._streams:
+        # Connections that a newer registration replaced are still followed.
+        streams = [*self._streams.values()]
+        for stream in streams:
             stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
+        await asyncio.gather(*streams, return_exceptions=True)
 
         for endpoint in self.endpoints.values():
             endpoint.stopped = True

@@ -46,6 +46,20 @@ async def test_a_plugin_must_serve_before_it_registers(directory: Path, was_kill
     assert kubelet.violations == ([] if was_killed else [early])
 
 
+async def test_a_plugin_must_end_its_stream_before_it_registers_again(directory: Path) -> None:
+    """A connected socket is refused, and the end of an old stream takes down the new one."""
+    async with Kubelet(directory) as kubelet, listed_plugin(kubelet, A) as plugin:
+        with pytest.raises(grpc.aio.AioRpcError, match="device plugin already connected"):
+            await plugin.register()
+
+        async with another_plugin(kubelet, N150, B, name="new.sock"):
+            await kubelet.wait_for(lambda: kubelet.healthy(N150) == {"b"})
+            await plugin.stop()
+            await kubelet.wait_for(lambda: kubelet.allocatable() == {N150: 0})
+
+    assert len(kubelet.violations) == 2
+
+
 # -- what no correct plugin does -------------------------------------------------------------------
 
 
