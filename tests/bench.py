@@ -40,7 +40,6 @@ from tests.world.processes import (
     Kernel,
     Service,
     footprint,
-    outlet_flags,
     percentile,
     run,
     within,
@@ -182,16 +181,15 @@ class Bench:
         self, *, interval: float = 5.0, events: bool = False, configuration: str = ""
     ) -> Service:
         """Return the daemon for `async with`. events: from the simulated kernel."""
-        file = self.home / "daemon.toml"
-        file.write_text(f"[health]\ninterval = {interval}\n{configuration}")
-        flags = [f"--config-file={file}", f"--device-plugin-dir={self.directory}"]
-        flags += [*self.node.flags, *outlet_flags(self.home)]
-
-        self.uevents.unlink(missing_ok=True)
         uevents = self.uevents if events else None
-        command, environ = self.installation.command("run", *flags, uevents=uevents)
-        environ["STATE_DIRECTORY"] = str(self.home)
-        return Service(command, environ, self.home / "daemon.notify")
+        return self.installation.daemon(
+            self.node,
+            self.directory,
+            interval=interval,
+            uevents=uevents,
+            configuration=configuration,
+            STATE_DIRECTORY=str(self.home),
+        )
 
     def floor(self) -> Service:
         command = [sys.executable, "-c", "from floor import bare_plugin; bare_plugin()"]

@@ -137,18 +137,8 @@ class DeviceManager:
         self._file.write(self._snapshot())
 
     def read_checkpoint(self) -> None:
-        """Read which pod has which devices; resources stay empty until a plugin registers.
-
-        A file that cannot be read or fails its checksum counts as none.
-        """
-        try:
-            snapshot = self._file.read()
-        except (OSError, ValueError) as error:
-            self.log.record("checkpoint-ignored", error=str(error))
-            return
-        if snapshot is None:
-            return
-
+        """Read which pod has which devices; resources stay empty until a plugin registers."""
+        snapshot = self._file.read()
         for uid, container, resource, held in snapshot.entries:
             self.pods.insert(uid, container, resource, held)
         self.pods.recount()
@@ -425,9 +415,6 @@ class ContainerDevices:
 
         answers = response.container_responses
         ids = list(answers[0].deviceIDs) if answers else []
-        asked = {"available": sorted(available), "must": sorted(must), "size": size}
-        manager.log.record("preferred", resource=resource, **asked, ids=ids)
-
         if len(answers) != 1 or len(ids) != size or len(set(ids)) != size:
             manager.log.violation(f"{resource} prefers {ids} where {size} devices were asked for")
         if not must <= set(ids) <= available:

@@ -225,7 +225,6 @@ class Service:
         """Args: notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
         self.lines: deque[tuple[float, str]] = deque(maxlen=1000)
         self.notes: deque[Note] = deque(maxlen=1000)
-        self.on_line: Callable[[str], None] | None = None
         self.started = 0.0
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
@@ -273,8 +272,6 @@ class Service:
         while line := await self._process.stderr.readline():
             text = line.decode(errors="replace").rstrip()
             self.lines.append((time.monotonic(), text))
-            if self.on_line:
-                self.on_line(text)
             self._happened.set()
 
         # Its last notifications can come after its last line.
@@ -434,19 +431,21 @@ class Installation:
         *,
         interval: float = 5.0,
         uevents: Path | None = None,
+        configuration: str = "",
+        **variables: str,
     ) -> Service:
         """Return the daemon on this node, for `async with`; `interval`: seconds between polls.
 
         The directory above the kubelet's is for its other files, its status socket among them.
         """
         home = directory.parent
-        configuration = home / "daemon.toml"
-        configuration.write_text(f"[health]\ninterval = {interval}\n")
-        flags = [f"--config-file={configuration}", f"--device-plugin-dir={directory}", *node.flags]
+        file = home / "daemon.toml"
+        file.write_text(f"[health]\ninterval = {interval}\n{configuration}")
+        flags = [f"--config-file={file}", f"--device-plugin-dir={directory}", *node.flags]
         flags += outlet_flags(home)
 
         command, environ = self.command("run", *flags, uevents=uevents)
-        environ["RUNTIME_DIRECTORY"] = str(home)
+        environ |= {"RUNTIME_DIRECTORY": str(home), **variables}
         if uevents:
             uevents.unlink(missing_ok=True)
         return Service(command, environ, home / "daemon.notify")
