@@ -25,7 +25,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,41 +67,6 @@ class Fault:
     message: str = ""
 
 
-class Sockets:
-    """The sockets that a kubelet listens on."""
-
-    def __init__(self) -> None:
-        self._servers: list[grpc.aio.Server] = []
-
-    def open(self) -> bool:
-        return bool(self._servers)
-
-    @contextlib.asynccontextmanager
-    async def bound(self, path: Path) -> AsyncIterator[grpc.aio.Server]:
-        """Bind a private name, give its server, and link `path` at the end.
-
-        gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing.
-        """
-        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=path.parent.parent) as private:
-            self._servers.append(server := grpc.aio.server())
-            server.add_insecure_port(f"unix:{private}/s")
-            yield server
-            os.link(f"{private}/s", path)
-
-    async def close(self) -> None:
-        """Stop answering; the files stay."""
-        servers, self._servers = self._servers, []
-        for server in servers:
-            await server.stop(None)
-
-
-def sweep(directory: Path) -> None:
-    """Delete the sockets that plugins left behind (before 1.33: all files but the checkpoint)."""
-    for path in directory.iterdir():
-        if path.is_socket():
-            path.unlink(missing_ok=True)  # its owner may have been faster
-
-
 class Kubelet:
     """A kubelet that serves in `directory`, and the pods of its node.
 
@@ -130,7 +95,7 @@ class Kubelet:
         self.socket = self.directory / "kubelet.sock"
         self.file = CheckpointFile(self.directory)
         self.alive = False
-        self._sockets = Sockets()
+        self._server: grpc.aio.Server | None = None
 
         # What happens.
         self.log = log
@@ -238,7 +203,7 @@ class Kubelet:
 
     async def start(self) -> None:
         """Read the checkpoint, empty the directory, make `kubelet.sock`, and answer on it."""
-        if self._sockets.open():
+        if self._server:
             raise RuntimeError("the kubelet runs already")
         self.pods.forget()
         self.alive = True
@@ -250,13 +215,20 @@ class Kubelet:
         # it 0750.
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         self.manager.read_checkpoint()
-        sweep(self.directory)
-        async with self._sockets.bound(self.socket) as server:
-            rpc.add_RegistrationServicer_to_server(_Registration(self), server)
+        for path in self.directory.iterdir():
+            if path.is_socket():  # of plugins
+                path.unlink(missing_ok=True)  # its owner may have been faster
+
+        # gRPC deletes the path that it bound when it stops, and a killed kubelet deletes nothing.
+        self._server = grpc.aio.server()
+        rpc.add_RegistrationServicer_to_server(_Registration(self), self._server)
+        with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
+            self._server.add_insecure_port(f"unix:{private}/s")
+            os.link(f"{private}/s", self.socket)
         self.log.record("started", socket=str(self.socket))
 
         self._learning = asyncio.create_task(self._hear_of_pods())
-        await server.start()
+        await self._server.start()
 
     async def stop(self) -> None:
         """End it for good, without a `kubelet.sock`."""
@@ -294,7 +266,9 @@ class Kubelet:
         self._workers.clear()
         await asyncio.gather(*ending, return_exceptions=True)
 
-        await self._sockets.close()
+        server, self._server = self._server, None
+        if server:
+            await server.stop(None)
         await self.manager.plugins.abandon()
 
     async def drop_streams(self) -> None:
