@@ -102,7 +102,7 @@ class Node:
         self.kubelet = Kubelet(home / "dp", host=self.machine, pods_come=pods_come)
         if plugin_is_pod:
             pod = self.kubelet.pods.get_or_add(PLUGIN)
-            pod.containers["main"] = Container("main", {})
+            pod.containers["main"] = Container("main")
 
         self._installation = installation
         self._interval = interval

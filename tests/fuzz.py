@@ -38,7 +38,6 @@ import ttdp
 from tests.chips import chip as pure_chip
 from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import Chip, SimulatedNode
-from tests.world.pods import Container
 from tests.world.processes import PATIENCE, Broken, run, until, workspace
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import Settings, SharedResource, Sharing
@@ -146,7 +145,6 @@ class World:
             self.is_fair = have_started and all(map(is_well, self.chips))
 
         elif event.kind == "pod-killed":
-            # An init container that has ended is allocated again, which can fail for other reasons.
             # A pod whose resource did not exist when it was admitted runs without devices.
             is_list = re.search("OutOf|no longer healthy", str(event.fields))
             has_chips = any(self.chips_of(*key) for key in self.given if key[0] == pod)
@@ -216,12 +214,10 @@ class World:
         chips = {chip.address: chip for chip in CHIPS}
         names = [*ttdp.make_offer(chips, Settings(**self.settings)).resources]
         request = {self.random.choice(names): self.random.choice([1, 1, 2])}
-        kinds: Any = self.random.choice([["main"], ["main"], ["init", "main"]])
-
         for _ in range(self.random.choice([1, 1, 1, 1, 1, 5])):
-            await self._admit(request, kinds)
+            await self._admit(request)
 
-    async def _admit(self, request: dict[str, int], kinds: Any = ("main",)) -> None:
+    async def _admit(self, request: dict[str, int]) -> None:
         if not request.keys() & self.kubelet.capacity().keys():
             return  # no scheduler would choose this node
 
@@ -229,9 +225,8 @@ class World:
         self.requests[pod] = request
         self.is_fair = False
 
-        containers = [Container(kind, {**request}, kind) for kind in kinds]
         with contextlib.suppress(AdmissionError):
-            await self.kubelet.admit_pod(pod, containers)
+            await self.kubelet.admit(pod, "main", request)
             self.counts["admitted"] += 1
 
     async def act_on_a_pod(self) -> None:

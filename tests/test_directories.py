@@ -16,7 +16,6 @@ import ttdp
 from tests.conftest import StartDaemon, polls
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.pods import Container, Kind
 from tests.world.processes import until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import HUGEPAGES_MODE, Directories, Mount, Settings, SharedResource, Sharing
@@ -86,18 +85,6 @@ async def test_each_container_has_directories_of_its_own(
         one, two = (mounts(kubelet, pod)[f"/dev/{hugetlbfs}"] for pod in ("one", "two"))
         assert one != two and one.parent == two.parent == around(node, hugetlbfs)
         assert mode_of(one) == mode_of(two) == 0o777 and mode_of(one.parent) == 0o700
-
-
-async def test_an_init_container_and_the_pods_others_have_one_directory(
-    kubelet: Kubelet, start: StartDaemon
-) -> None:
-    """The node has pages for one of them."""
-    await start()
-    await kubelet.registered(N150)
-    kinds: list[Kind] = ["init", "main"]
-    await kubelet.admit_pod("train", [Container(kind, {N150: 1}, kind) for kind in kinds])
-
-    assert mounts(kubelet, "train", "init") == mounts(kubelet, "train")
 
 
 async def test_configured_mounts_come_in_addition_or_in_the_place_of_a_directory(

@@ -74,7 +74,6 @@ class PodDevices:
     def __init__(self) -> None:
         self.held: dict[str, dict[str, dict[str, Held]]] = {}  # pod's UID, container, resource
         self.allocated: dict[str, set[str]] = {}  # by resource; also what is just being allocated
-        self._reusable: tuple[str, dict[str, set[str]]] = ("", {})
 
     def of(self, uid: str, container: str) -> dict[str, Held]:
         """Return the devices of a container, by resource."""
@@ -102,15 +101,6 @@ class PodDevices:
             for container, resources in containers.items()
             for resource, held in resources.items()
         ]
-
-    def reusable(self, uid: str) -> dict[str, set[str]]:
-        """Return the devices that the pod's init containers leave to it, by resource.
-
-        The original keeps them for the latest pod only (`devicesToReuse`).
-        """
-        if self._reusable[0] != uid:
-            self._reusable = (uid, {})
-        return self._reusable[1]
 
 
 class DeviceManager:
@@ -256,14 +246,9 @@ class ContainerDevices:
         manager.prune()
         for resource in request:
             held = self._held(resource)
-            ids = held.ids if held else self._reusable.get(resource, set())
-            if manager.devices.has_topology(resource):
-                for ident in ids - manager.devices.listed[resource].keys():
+            if held and manager.devices.has_topology(resource):
+                for ident in held.ids - manager.devices.listed[resource].keys():
                     manager.dereference(resource, ident)
-
-    @property
-    def _reusable(self) -> dict[str, set[str]]:
-        return self._pods.reusable(self._uid)
 
     async def _allocate_all(self, request: Mapping[str, int]) -> None:
         """Allocate all resources; the checkpoint is written once if the container got any.
@@ -271,7 +256,7 @@ class ContainerDevices:
         If one of several fails, the answers for the others stay in memory, and come into the file
         with the next write, of a pod that was rejected (allocateContainerResources()).
         """
-        manager, reusable = self._manager, self._reusable
+        manager = self._manager
         if request:
             manager.prune()
 
@@ -282,11 +267,6 @@ class ContainerDevices:
                 is_new = True
         if is_new:
             await manager.write_checkpoint()
-
-        is_init = self._container.kind == "init"
-        for resource, held in self._pods.of(self._uid, self._container.name).items():
-            spare = reusable.get(resource, set())
-            reusable[resource] = spare | held.ids if is_init else spare - held.ids
 
     async def _allocate(self, resource: str, ids: set[str]) -> None:
         """Call Allocate, and remember the answer."""
@@ -346,30 +326,17 @@ class ContainerDevices:
         """Return the devices to be allocated; none if the container has all that it requests."""
         if not self._needs_any(resource, required):
             return set()
-        chosen: set[str] = set()
-
-        def take(candidates: set[str]) -> None:
-            """Take as many of these as are still needed."""
-            missing = required - len(chosen)
-            chosen.update(self._manager.config.shuffled(candidates - chosen)[:missing])
-            self._pods.allocated.setdefault(resource, set()).update(chosen)
-
-        # What an init container leaves comes first, and nobody is asked about it.
-        take(self._reusable.get(resource, set()))
-        if len(chosen) == required:
-            return chosen
-
-        taken = self._pods.allocated.get(resource, set())
+        taken = self._pods.allocated.setdefault(resource, set())
         available = self._manager.devices.healthy[resource] - taken
-        needed = required - len(chosen)
-        if len(available) < needed:
-            numbers = f"Requested: {needed}, Available: {len(available)}"
+        if len(available) < required:
+            numbers = f"Requested: {required}, Available: {len(available)}"
             raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
 
-        preferred = await self._prefer(resource, available | chosen, {*chosen}, required)
-        take(preferred & available)
-        take(available)
-        return chosen
+        preferred = await self._prefer(resource, available, required)
+        shuffled = self._manager.config.shuffled
+        chosen = [*shuffled(preferred & available), *shuffled(available - preferred)][:required]
+        taken.update(chosen)
+        return {*chosen}
 
     def _needs_any(self, resource: str, required: int) -> bool:
         """Return whether there is anything to allocate; Failure if the container cannot have it.
@@ -392,9 +359,7 @@ class ContainerDevices:
 
         return required > len(have)
 
-    async def _prefer(
-        self, resource: str, available: set[str], must: set[str], size: int
-    ) -> set[str]:
+    async def _prefer(self, resource: str, available: set[str], size: int) -> set[str]:
         """Return the plugin's preference, if it has one; unavailable devices in it are ignored."""
         manager, endpoint = self._manager, self._endpoint(resource)
         if not endpoint.options or not endpoint.options.get_preferred_allocation_available:
@@ -402,7 +367,6 @@ class ContainerDevices:
 
         question = pb.ContainerPreferredAllocationRequest(
             available_deviceIDs=manager.config.shuffled(available),
-            must_include_deviceIDs=manager.config.shuffled(must),
             allocation_size=size,
         )
         request = pb.PreferredAllocationRequest(container_requests=[question])
@@ -417,9 +381,8 @@ class ContainerDevices:
         ids = list(answers[0].deviceIDs) if answers else []
         if len(answers) != 1 or len(ids) != size or len(set(ids)) != size:
             manager.log.violation(f"{resource} prefers {ids} where {size} devices were asked for")
-        if not must <= set(ids) <= available:
-            text = "not all available, or not all that must be included"
-            manager.log.violation(f"{resource} prefers {ids}: {text}")
+        if not set(ids) <= available:
+            manager.log.violation(f"{resource} prefers {ids}: not all are available")
 
         return set(ids)
 

@@ -165,13 +165,8 @@ class Kubelet:
         return self.manager.edits(self.uid(pod), container)
 
     async def running(self, pod: str, container: str) -> None:
-        """Wait until a container runs; an init container may have ended already."""
-
-        def runs() -> bool:
-            found = self.pods.get(pod).containers[container]
-            return found.pid is not None or found.over
-
-        await self.wait_for(runs)
+        """Wait until a container runs."""
+        await self.wait_for(lambda: self.pods.get(pod).containers[container].pid is not None)
 
     # Faults
 
@@ -251,8 +246,6 @@ class Kubelet:
         await self.kill()
         for pod in self.pods:
             self._stop_processes(pod)
-            for container in pod.containers.values():
-                container.over = False  # init containers must run again
         self._empty.clear()
         self.runtime.lose_power()
 
@@ -316,7 +309,14 @@ class Kubelet:
         know is ignored. A pod that has ended, or was deleted, is followed by a new one of its name,
         with another UID.
         """
-        admitted = await self.admit_pod(pod, [Container(container, dict(request))])
+        if not self.alive:
+            raise RuntimeError("the kubelet does not run")
+        if self._learning:
+            await asyncio.wait({self._learning})  # older pods come first
+
+        found = self.pods.get_or_add(pod)
+        found.containers.setdefault(container, Container(container)).request = dict(request)
+        admitted = await self._admit(found, [container], set())
         return admitted[container]
 
     async def run_pod(self, pod: str, resource: str, number: int = 1) -> Allocation:
@@ -325,20 +325,6 @@ class Kubelet:
         allocation = await self.admit(pod, "main", {resource: number})
         await self.running(pod, "main")
         return allocation
-
-    async def admit_pod(self, pod: str, containers: Sequence[Container]) -> dict[str, Allocation]:
-        """Admit several containers of a pod before any is started, as the original does."""
-        if not self.alive:
-            raise RuntimeError("the kubelet does not run")
-        if self._learning:
-            await asyncio.wait({self._learning})  # older pods come first
-
-        found = self.pods.get_or_add(pod)
-        for wish in containers:
-            known = found.containers.setdefault(wish.name, wish)
-            known.request = wish.request
-
-        return await self._admit(found, [wish.name for wish in containers], set())
 
     async def _admit(
         self, pod: Pod, containers: Sequence[str], running: set[str]

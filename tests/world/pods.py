@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.world.checkpoint import Held
 from tests.world.devicemanager import Allocation
@@ -27,18 +27,14 @@ from tests.world.tree import put
 FIRST_PID = 4_194_305  # a 64-bit kernel gives no process of this machine such a number
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"
 
-Kind = Literal["main", "init"]
-
 
 @dataclass(eq=False, slots=True)
 class Container:
     """A container of a pod: its request, and its state."""
 
     name: str
-    request: dict[str, int]
-    kind: Kind = "main"
+    request: dict[str, int] = field(default_factory=dict)
     pid: int | None = None  # while it runs
-    over: bool = False  # an init container that has done its work
 
 
 @dataclass(eq=False, slots=True)
@@ -70,17 +66,9 @@ class Pod:
 
     @property
     def request(self) -> Counter[str]:
-        """The devices that it requests, by resource, as PodRequests() of the kubelet adds them up.
-
-        Init containers run one after another, before the others.
-        """
-        init, main = Counter[str](), Counter[str]()
-        for container in self.containers.values():
-            if container.kind == "main":
-                main.update(container.request)
-            else:
-                init |= Counter(container.request)
-        return init | main
+        """The devices that it requests, by resource."""
+        requests = (Counter(container.request) for container in self.containers.values())
+        return sum(requests, Counter[str]())
 
 
 class Pods:
@@ -299,8 +287,7 @@ class Worker:
     """Starts the containers of one pod, in the order of their admission, one at a time.
 
     First come the pod's cgroup and its sandbox. A container that cannot be started is tried again
-    after BACK_OFF seconds, and others go on. Containers after an init container wait for it; it has
-    done its work when the next container is to start.
+    after BACK_OFF seconds, and others go on.
     """
 
     def __init__(
@@ -369,21 +356,9 @@ class Worker:
         """Start all containers that do not run; returns whether nothing must be tried again."""
         complete = True
         for container in list(self._pod.containers.values()):
-            if container.pid is not None or container.over or self._then:
-                continue
-            self._finish_init_containers()
-            if not await self._start(container):
-                complete = False
-                if container.kind != "main":
-                    break
+            if container.pid is None and not self._then:
+                complete &= await self._start(container)
         return complete
-
-    def _finish_init_containers(self) -> None:
-        for container in self._pod.containers.values():
-            if container.kind == "init" and container.pid is not None:
-                self._runtime.stop(self._pod, container)
-                container.over = True
-                self._log.record("exited", pod=self._pod.name, container=container.name)
 
     async def _start(self, container: Container) -> bool:
         where: Mapping[str, Any] = {"pod": self._pod.name, "container": container.name}
