@@ -47,7 +47,7 @@ async def service(node: SimulatedNode, directory: Path, ticking: None) -> AsyncI
 
 
 async def end_without_traceback(service: Service, number: int = signal.SIGTERM) -> None:
-    status, _ = await service.stop(number)
+    status = await service.stop(number)
     assert status == 0
     assert not [line for line in service.said if "Traceback" in line or " ERROR " in line]
 

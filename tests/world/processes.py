@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import pty
 import re
@@ -348,43 +347,13 @@ class Service:
             raise Broken(f"no end within {seconds:g} s{self.latest()}")
         return self._process.returncode
 
-    async def stop(
-        self, number: int = signal.SIGTERM, seconds: float = PATIENCE
-    ) -> tuple[int, float]:
-        """End it by a signal; return its exit status, and the seconds until then."""
-        begin = time.monotonic()
+    async def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
+        """End it by a signal; return its exit status."""
         self.send(number)
-        return await self.ended(seconds), time.monotonic() - begin
+        return await self.ended(seconds)
 
 
 # -- the daemon ------------------------------------------------------------------------------------
-def stand_in_for_netlink() -> None:
-    """Let the program, as its sitecustomize, receive kernel events from the socket $TT_UEVENTS.
-
-    Only the kernel can send over netlink, and its messages come from port ID 0, group 1.
-    """
-    import os
-    import socket
-
-    class Socket(socket.socket):
-        def __init__(
-            self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None
-        ) -> None:
-            self.is_uevents = family == socket.AF_NETLINK
-            super().__init__(
-                *((socket.AF_UNIX, type, 0) if self.is_uevents else (family, type, proto)), fileno
-            )
-
-        def bind(self, address: Any) -> None:
-            super().bind(os.environ["TT_UEVENTS"] if self.is_uevents else address)
-
-        def recvfrom(self, size: int, flags: int = 0) -> tuple[bytes, Any]:
-            message, sender = super().recvfrom(size, flags)
-            return message, (0, 1) if self.is_uevents else sender
-
-    socket.socket = Socket  # type: ignore[misc]
-
-
 @dataclass(frozen=True, slots=True)
 class Installation:
     """The program to be run: imported from source, or the zipapp `pyz`, unpacked below `home`."""
@@ -400,29 +369,18 @@ class Installation:
     def command(
         self, *arguments: str, uevents: Path | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """Return command line and environment; `uevents`: a socket that stands in for netlink's.
+        """Return command line and environment.
 
-        From source, attributes can fail if there are events, too.
+        uevents: a socket that stands in for netlink's, only from source.
         """
-        paths, variables = [] if self.pyz else [ROOT], {}
-        if uevents:
-            paths, variables = [self._stand_in(), *paths], {"TT_UEVENTS": str(uevents)}
-
         if self.pyz:
-            command = [sys.executable, str(self.pyz)]
-        elif uevents:
-            command = SIMULATION
-        else:
-            command = [sys.executable, "-c", "import sys, ttdp; sys.exit(ttdp.main())"]
-        return [*command, *arguments], self.environment(*paths, **variables)
+            return [sys.executable, str(self.pyz), *arguments], self.environment()
+        if uevents:
+            environ = self.environment(ROOT, TT_UEVENTS=str(uevents))
+            return [*SIMULATION, *arguments], environ
 
-    def _stand_in(self) -> Path:
-        """Return a directory whose sitecustomize, which Python imports first, is the stand-in."""
-        customize = self.home / "site" / "sitecustomize.py"
-        customize.parent.mkdir(exist_ok=True)
-        stand_in = inspect.getsource(stand_in_for_netlink)
-        customize.write_text(f"from typing import Any\n{stand_in}\nstand_in_for_netlink()\n")
-        return customize.parent
+        program = "import sys, ttdp; sys.exit(ttdp.main())"
+        return [sys.executable, "-c", program, *arguments], self.environment(ROOT)
 
     def daemon(
         self,

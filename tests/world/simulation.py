@@ -2,7 +2,7 @@
 
 An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree): os.open() raises that
 error here. In this process (RunningDaemon), uevents come from a socket pair, as only the kernel can
-send them over netlink.
+send them over netlink. A process of its own has them from the socket $TT_UEVENTS, if it is set.
 
     python -m tests.world.simulation …     # the arguments are tt-device-plugin's own
 """
@@ -197,7 +197,11 @@ StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`
 
 
 def main(arguments: Sequence[str]) -> int:
-    with kernel_errors():
+    with kernel_errors(), contextlib.ExitStack() as stack:
+        if path := os.environ.get("TT_UEVENTS"):
+            events = SimulatedUevents(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            events.bind(path)
+            stack.enter_context(patch.object(ttdp, "open_uevent_socket", lambda: events))
         return ttdp.main(arguments)
 
 
