@@ -3,10 +3,9 @@
     python -m tests.fuzz [--seed 1] [--seconds 600]
 
 After each step: no unshared chip and no directory is in two running pods, containers find their
-directories, the kubelet has killed no running pod because of the daemon's list, the users of chips
-are the pods that run with them, no output contradicts another, and the log has no error. When all
-pods have ended, every device is offered again, and a pod gets one. The operations depend on the
-seed alone, never on what was seen in time.
+directories, the users of chips are the pods that run with them, the daemon's view is what node and
+kubelet have, and the log has no error. When all pods have ended, every device is offered again, and
+a pod gets one. The operations depend on the seed alone, never on what was seen in time.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ import contextlib
 import json
 import logging
 import random
-import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from logging.handlers import BufferingHandler
 from math import inf
 from pathlib import Path
@@ -48,11 +45,10 @@ CARDS = ("p300c", "n150", "p300c", "p150a")
 CHIPS = [pure_chip(bus, CARDS[bus // 2], serial=f"{bus // 2}") for bus in range(2 * len(CARDS))]
 HURRIED = patch.multiple(
     ttdp,
-    # Seconds: answers and starts are old sooner, metrics are written at each turn.
+    # Seconds: answers and starts are old sooner.
     WRITTEN_WITHIN=2.0,
     STARTED_WITHIN=10.0,
     START_TIMEOUT=1.0,
-    METRICS_INTERVAL=0.0,
     # No firmware plays here, and a busy machine may be late.
     MISSES=sys.maxsize,
     READ_TIMEOUT=PATIENCE,
@@ -97,7 +93,7 @@ class World:
         self.node = SimulatedNode(home / "node")
         self.node.set_hugepages(8)
         self.chips = [chip for card in CARDS for chip in self.node.add(card)]
-        for name in ("cdi", "features.d", "metrics", "run", "locks"):
+        for name in ("cdi", "run", "locks"):
             (home / name).mkdir()
 
         self.kubelet = Kubelet(
@@ -113,8 +109,7 @@ class World:
 
         # What has happened.
         self.requests: dict[str, dict[str, int]] = {}  # of all pods, by name
-        self.given: dict[tuple[str, str], Event] = {}  # to containers, at their admission
-        self.is_fair = True  # since the kubelet started, chips and pods were left alone
+        self.given: dict[str, Event] = {}  # to pods, at their admission
         self.counts = Counter[str]()
         self.log = BufferingHandler(sys.maxsize)
         self.log.setLevel(logging.ERROR)
@@ -128,39 +123,20 @@ class World:
         return {**changes, "sharing": sharing}
 
     def _note(self, event: Event) -> None:
-        """Follow what containers were given, and which pods the kubelet kills."""
+        """Follow what containers were given."""
         pod = event.fields.get("pod", "")
         if event.kind == "admitted":
-            self.given[pod, event.fields["container"]] = event
+            self.given[pod] = event
 
         elif event.kind == "running":
-            for path in self.mounts_of(pod, event.fields["container"]):
+            for path in self.given[pod].fields["mounts"]:
                 if not os.path.isdir(path):
                     self.kubelet.log.violation(f"{pod} starts without its directory {path}")
 
-        elif event.kind == "started":
-            # A pod without containers has no hold if the checkpoint is lost.
-            pods = [each for each in self.kubelet.pods if each.wanted and not each.over]
-            have_started = all(each.has_containers for each in pods)
-            self.is_fair = have_started and all(map(is_well, self.chips))
-
-        elif event.kind == "pod-killed":
-            # A pod whose resource did not exist when it was admitted runs without devices.
-            is_list = re.search("OutOf|no longer healthy", str(event.fields))
-            has_chips = any(self.chips_of(*key) for key in self.given if key[0] == pod)
-            if self.is_fair and is_list and has_chips:
-                self.kubelet.log.violation(f"the kubelet has killed {event.fields}")
-
-    def chips_of(self, pod: str, container: str) -> list[str]:
-        """Return the addresses of a container's chips."""
-        given = self.given.get((pod, container))
-        variables = dict(each.split("=", 1) for each in given.fields["env"]) if given else {}
+    def chips_of(self, pod: str) -> list[str]:
+        """Return the addresses of a pod's chips."""
+        variables = dict(each.split("=", 1) for each in self.given[pod].fields["env"])
         return [each for each in variables.get(ttdp.ADDRESSES, "").split(",") if each]
-
-    def mounts_of(self, pod: str, container: str) -> list[str]:
-        """Return the directories on the host that the daemon has made for a container."""
-        given = self.given.get((pod, container))
-        return list(given.fields["mounts"]) if given else []
 
     def _plugins_are_back(self) -> bool:
         """Return whether the daemon has listed all that it has for a kubelet that starts."""
@@ -223,8 +199,6 @@ class World:
 
         pod = f"pod-{len(self.requests)}"
         self.requests[pod] = request
-        self.is_fair = False
-
         with contextlib.suppress(AdmissionError):
             await self.kubelet.admit(pod, "main", request)
             self.counts["admitted"] += 1
@@ -232,8 +206,6 @@ class World:
     async def act_on_a_pod(self) -> None:
         """End one of the latest pods, or a part of it; others may request the same at once."""
         kubelet = self.kubelet
-        self.is_fair = False
-
         acts = [kubelet.delete, kubelet.complete, *3 * [kubelet.force_delete]]
         acts += [lambda pod: kubelet.crash(pod, "main")]
         act = self.random.choice(acts)
@@ -260,7 +232,6 @@ class World:
             chip.revive() if chip.present else chip.come_back()
 
         if change and not ill:
-            self.is_fair = False
             change()
         elif not ill:
             self.node.swap_ordinals(one.bdf, other.bdf)
@@ -306,15 +277,6 @@ OPERATIONS = [
 # -- what must be true after each step -------------------------------------------------------------
 
 
-def samples(text: str, metric: str, *labels: str) -> list[list[str]]:
-    """Return these labels of a metric's samples, and the value under ""."""
-    found = []
-    for pairs, value in re.findall(rf"(?m)^{metric}(?:\{{(.*)\}})? (\S+)$", text):
-        sample = {**dict(re.findall(r'(\w+)="(.*?)"', pairs)), "": value}
-        found.append([sample[label] for label in labels])
-    return sorted(found)
-
-
 def compare_with_node(view: dict[str, Any], world: World) -> Differences:
     """Compare the daemon's view with the chips of the node, and with what its pods run with."""
     rows = {row["bdf"]: row for row in view["chips"]}
@@ -325,56 +287,35 @@ def compare_with_node(view: dict[str, Any], world: World) -> Differences:
         about = f"{chip.bdf} ({row['reason']})"
         yield about, (row["index"], row["healthy"]), (chip.ordinal, healthy)
 
-    directories: dict[str, str] = {}  # pods by their directories for hugepages
-    for pod in world.kubelet.pods:
-        running = [each.name for each in pod.containers.values() if each.pid is not None]
-        for address in chain(*(world.chips_of(pod.name, name) for name in running)):
+    owners: dict[str, str] = {}  # pods by their directories for hugepages
+    for pod in filter(lambda each: each.has_containers, world.kubelet.pods):
+        for address in world.chips_of(pod.name):
             users = {user["pod"] for user in rows[address]["pods"]}
-            yield (
-                f"{pod.name} on {address} in {users}",
-                users.isdisjoint([pod.uid, pod.name]),
-                False,
-            )
+            is_user = not users.isdisjoint([pod.uid, pod.name])
+            yield f"{pod.name} on {address} in {users}", is_user, True
 
-        is_shared = any("::" in each for each in held_ids(world, pod.name))
-        for path in {*chain(*(world.mounts_of(pod.name, name) for name in running))}:
+        given = world.given[pod.name].fields
+        is_shared = any("::" in each for each in given["ids"])
+        for path in given["mounts"]:
             yield f"directory {path} of {pod.name}", os.path.isdir(path), True
             if "/hugepages" in path and not is_shared:
-                yield f"owner of {path}", directories.setdefault(path, pod.uid), pod.uid
-
-
-def held_ids(world: World, pod: str) -> list[str]:
-    return [*chain(*(e.fields["ids"] for (name, _), e in world.given.items() if name == pod))]
+                yield f"owner of {path}", owners.setdefault(path, pod.uid), pod.uid
 
 
 def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
-    """Compare the view with CDI, metrics, status, directories, and the lists of the kubelet."""
-    settings, kubelet, rows = world.daemon.settings, world.kubelet, view["chips"]
+    """Compare the view with CDI, status and the lists of the kubelet."""
+    kubelet, settings = world.kubelet, world.daemon.settings
     cdi = json.loads(ttdp.read_text(f"{settings.cdi_dir}/{ttdp.CDI_FILE}") or '{"devices": []}')
-    metrics = ttdp.read_text(settings.metrics_file) or ""
-
     nodes = {each["name"]: each["containerEdits"]["deviceNodes"] for each in cdi["devices"]}
     paths = {name: each[0]["hostPath"] for name, each in nodes.items() if name != "all"}
-    yield "CDI", paths, {row["bdf"]: row["path"] for row in rows if row["path"]}
-
-    faults = [address for (address,) in samples(metrics, "tt_device_fault", "device")]
-    yield "faults in the metrics", faults, [row["bdf"] for row in rows if row["healthy"] is False]
-    users = sorted([row["bdf"], pod["pod"]] for row in rows for pod in row["pods"] or ())
-    held = samples(metrics, "tt_device_allocated", "device", "pod_name")
-    yield "users in the metrics", held, users
+    yield "CDI", paths, {row["bdf"]: row["path"] for row in view["chips"] if row["path"]}
 
     for name, resource in world.daemon.decision.resources.items():
         healthy = {ident for ident, device in resource.devices.items() if not device.reason}
         yield f"{name} in the kubelet", kubelet.healthy(name), healthy
-
-    counts = samples(metrics, "tt_resource_devices", "resource", "health", "")
     for row in view["resources"]:
-        name = row["name"]
-        yield f"state of {name}", row["state"], ttdp.REGISTERED
-        sick = len(kubelet.unhealthy(name))
-        known = [[name, "healthy", f"{len(kubelet.healthy(name))}"], [name, "unhealthy", f"{sick}"]]
-        yield f"{name} in the metrics", [each for each in counts if each[0] == name], known
-        yield f"{name} in the status", f" × {name}," in view["status"], True
+        yield f"state of {row['name']}", row["state"], ttdp.REGISTERED
+        yield f"{row['name']} in the status", f" × {row['name']}," in view["status"], True
 
     host = world.daemon.host
     named = host.named_directories(world.daemon.decision.holds)
