@@ -164,22 +164,6 @@ def test_a_file_that_is_not_toml_is_one_line_with_an_example(content: bytes) -> 
     assert line.endswith('(example of a valid line: unit = "board")')
 
 
-@pytest.mark.parametrize("key", OPTIONS)
-def test_a_value_of_another_type_is_one_line(key: str) -> None:
-    """Whatever TOML has."""
-    other = '"true"' if OPTIONS[key].is_switch else "true"
-    for value in ("1", "1.5", "[]", "{}", "2024-01-01", other):
-        with pytest.raises(ConfigError, match=rf": {key}: .*; must be {OPTIONS[key].valid}"):
-            from_file(f"{key} = {value}")
-
-
-def test_a_long_value_is_cut() -> None:
-    """Of a long list only the bad element is shown."""
-    with pytest.raises(ConfigError) as rejected:
-        from_file(f"exclude = {toml(['01:00.0'] * 31 + ['x' * 5000])}")
-    assert len(str(rejected.value)) < 300
-
-
 def test_an_unknown_variable_is_a_warning() -> None:
     """It changes nothing; others' variables and our own are not warned of."""
     ours = dict.fromkeys(map(ttdp.variable_of, ("config_file", *OPTIONS)), "")
