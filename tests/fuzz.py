@@ -100,7 +100,6 @@ class World:
             home / "dp",
             host=self.node,
             pods_come=PATIENCE,
-            seed=seed,
             on_event=self._note,
         )
         self.kubelet.plugins_are_back = self._plugins_are_back

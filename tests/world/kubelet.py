@@ -73,8 +73,7 @@ class Kubelet:
     Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
     the existing pods again, and kills those that it rejects (`killed`): when all resources are
     listed again (see `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after
-    `kubelet.sock` exists). Until then no pod is forgotten. `seed` drives what is in random order in
-    the original (Go's maps). `host` shows pods' processes: see Runtime.
+    `kubelet.sock` exists). Until then no pod is forgotten. `host` shows pods' processes.
 
     Methods that name a pod take its name, for the latest pod of that name, or its UID.
     """
@@ -83,14 +82,12 @@ class Kubelet:
         self,
         directory: Path | str,
         *,
-        dial_timeout: float = 10.0,
-        seed: int = 0,
         on_event: Callable[[Event], None] | None = None,
         pods_come: float = 5.0,
         host: SimulatedNode | None = None,
     ) -> None:
         log = EventLog(on_event)
-        self.config = Config(Path(directory), dial_timeout, random.Random(seed))
+        self.config = Config(Path(directory), random.Random(1))
         self.directory = self.config.directory
         self.socket = self.directory / "kubelet.sock"
         self.file = CheckpointFile(self.directory)

@@ -27,6 +27,7 @@ from tests.world.eventlog import EventLog
 rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 HEALTHY = "Healthy"
+DIAL_TIMEOUT = 10.0  # seconds for a plugin that registers before it serves
 T = TypeVar("T")
 
 
@@ -35,7 +36,6 @@ class Config:
     """What distinguishes one kubelet from another."""
 
     directory: Path
-    dial_timeout: float
     random: random.Random
 
     def shuffled(self, items: Iterable[T]) -> list[T]:
@@ -245,7 +245,7 @@ class Plugins:
         is_missing = not os.path.exists(client.path)
         is_early = not accepts(client.path)
         try:
-            await asyncio.wait_for(client.dial(), self._config.dial_timeout)
+            await asyncio.wait_for(client.dial(), DIAL_TIMEOUT)
         except asyncio.TimeoutError:
             if is_missing:  # a plugin that was killed leaves a socket that refuses
                 self._log.violation(early)

@@ -24,8 +24,8 @@ def device(ident: str, health: str = "Healthy", nodes: Sequence[int] = ()) -> pb
     return pb.Device(ID=ident, health=health, topology=topology)
 
 
-class Plugin:
-    """The least that a kubelet accepts as a device plugin: one resource, one socket, and knobs."""
+class Plugin(rpc.DevicePluginServicer):  # type: ignore[misc]
+    """The least that a kubelet accepts as a device plugin: one resource, one socket."""
 
     def __init__(
         self, directory: Path, devices: Sequence[pb.Device], resource: str, name: str
@@ -36,13 +36,7 @@ class Plugin:
         self.resource = resource
         self.name = name
 
-        self.options = pb.DevicePluginOptions()
-        self.grants = asyncio.Event()  # PreStartContainer waits for this
-        self.grants.set()
-        self.permissions = "rw"
-        self.envs: dict[str, str] = {}  # additional ones for every container
-        self.preference: Sequence[str] | None = None  # None: must-include, then the lowest IDs
-
+        self.envs: dict[str, str] = {}  # for every container
         self._streams: set[asyncio.Queue[Sequence[pb.Device]]] = set()
         self._server: grpc.aio.Server | None = None
 
@@ -54,7 +48,7 @@ class Plugin:
 
     async def register(self) -> None:
         request = pb.RegisterRequest(
-            version="v1beta1", endpoint=self.name, resource_name=self.resource, options=self.options
+            version="v1beta1", endpoint=self.name, resource_name=self.resource
         )
 
         # The channels of a process share connections, and their back-off after a refused one.
@@ -76,7 +70,7 @@ class Plugin:
             stream.put_nowait(self.devices)
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> Any:
-        return self.options
+        return pb.DevicePluginOptions()
 
     async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[Any]:
         lists: asyncio.Queue[Sequence[pb.Device]] = asyncio.Queue()
@@ -88,31 +82,9 @@ class Plugin:
         finally:
             self._streams.discard(lists)
 
-    async def GetPreferredAllocation(self, request: Any, context: Any) -> Any:
-        question = request.container_requests[0]
-        must, size = sorted(question.must_include_deviceIDs), question.allocation_size
-        available = sorted(question.available_deviceIDs)
-
-        lowest = [*must, *(ident for ident in available if ident not in must)][:size]
-        ids = lowest if self.preference is None else self.preference
-        answer = pb.ContainerPreferredAllocationResponse(deviceIDs=ids)
-        return pb.PreferredAllocationResponse(container_responses=[answer])
-
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:
-        ids = sorted(request.container_requests[0].devices_ids)
-        node = pb.DeviceSpec(
-            container_path=f"/dev/{ids[0]}", host_path="/dev/null", permissions=self.permissions
-        )
-        answer = pb.ContainerAllocateResponse(
-            envs={"IDS": ",".join(ids), **self.envs},
-            mounts=[pb.Mount(container_path="/etc/ids", host_path="/etc/hostname", read_only=True)],
-            devices=[node],
-        )
+        answer = pb.ContainerAllocateResponse(envs=self.envs)
         return pb.AllocateResponse(container_responses=[answer])
-
-    async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:
-        await self.grants.wait()
-        return pb.PreStartContainerResponse()
 
 
 @contextlib.asynccontextmanager
@@ -121,13 +93,10 @@ async def another_plugin(
     resource: str,
     *devices: str | pb.Device,
     name: str = "other.sock",
-    **options: bool,
 ) -> AsyncIterator[Plugin]:
     """Have another plugin register a resource with these devices; a bare ID is a healthy one."""
     listed = [device(each) if isinstance(each, str) else each for each in devices]
     plugin = Plugin(kubelet.directory, listed, resource, name)
-    plugin.options = pb.DevicePluginOptions(**options)
-
     await plugin.serve()
     await plugin.register()
     try:

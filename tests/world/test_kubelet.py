@@ -23,19 +23,22 @@ A, B = device("a"), device("b")
 
 @contextlib.asynccontextmanager
 async def listed_plugin(
-    kubelet: Kubelet, *devices: pb.Device, resource: str = N150, **options: bool
+    kubelet: Kubelet, *devices: pb.Device, resource: str = N150
 ) -> AsyncIterator[Plugin]:
     """A plugin that has registered, and whose list the kubelet has."""
     name = f"{resource.rpartition('/')[2]}.sock"
-    async with another_plugin(kubelet, resource, *devices, name=name, **options) as plugin:
+    async with another_plugin(kubelet, resource, *devices, name=name) as plugin:
         await kubelet.registered(resource)
         yield plugin
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
-async def test_a_plugin_must_serve_before_it_registers(directory: Path, was_killed: bool) -> None:
+async def test_a_plugin_must_serve_before_it_registers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, was_killed: bool
+) -> None:
     """Register fails after the dial timeout; a socket left by a killed plugin is no violation."""
-    async with Kubelet(directory, dial_timeout=0.2) as kubelet:
+    monkeypatch.setattr("tests.world.plugins.DIAL_TIMEOUT", 0.2)
+    async with Kubelet(directory) as kubelet:
         if was_killed:
             with socket.socket(socket.AF_UNIX) as dead:
                 dead.bind(str(directory / "p.sock"))
