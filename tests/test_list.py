@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,9 @@ async def test_the_daemons_view_is_that_of_the_tests(served: Served) -> None:
     (problem,) = [each for each in view["problems"] if each["kind"]]
     (expected,) = theirs["problems"]
     assert problem == {**expected, "problem": problem["problem"]}
+
+    since = datetime.strptime(view["chips"][0]["since"], "%Y-%m-%dT%H:%M:%S%z")
+    assert abs(datetime.now(timezone.utc) - since) < timedelta(minutes=5)
 
 
 @pytest.mark.parametrize(
