@@ -221,6 +221,28 @@ async def test_a_manager_that_does_not_take_the_readiness_is_told_again(
     assert daemon.notes.count("READY=1") == 1 and not daemon.refused_notes
 
 
+async def test_files_for_others_are_looked_at_once_after_each_scan(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, turns: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """When its readings are there. Turns for anything else cost less."""
+    looks: list[str] = []
+    monkeypatch.setattr(ttdp.OutputFiles, "keep", lambda _, path, text: looks.append(path))
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    await daemon.ready()
+
+    for _ in range(3):
+        turns.clear()
+        await kubelet.manager.write_checkpoint()
+        await until(lambda: turns)
+    assert looks == [
+        f"{daemon.settings.cdi_dir}/{ttdp.CDI_FILE}",
+        f"{daemon.settings.labels_dir}/{ttdp.LABELS_FILE}",
+    ]
+
+
 # -- the watchdog ----------------------------------------------------------------------------------
 
 
