@@ -154,10 +154,7 @@ class DeviceManager:
             self.pods.forget(gone)
 
     def is_known(self, resource: str) -> bool:
-        """Return whether a plugin has registered the resource, or a pod has a device of it.
-
-        Other resources are ignored: a container gets no devices of them.
-        """
+        """Return whether a plugin has registered the resource, or a pod has a device of it."""
         return resource in self.devices.healthy or resource in self.pods.allocated
 
     def dereference(self, resource: str, ident: str) -> None:
@@ -188,12 +185,10 @@ def check_fit(
 ) -> None:
     """Raise AdmissionError if a pod's request does not fit beside what other pods `used`.
 
-    This is the predicate that every pod must pass after Allocate, also one that runs already
-    (predicateAdmitHandler.Admit of pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37). Allocatable
-    are the healthy devices, in the original as its Node object has them. If the pod has devices, it
-    is at least the number of allocated devices (sanitizeNodeAllocatable of manager.go): so an
-    intact checkpoint saves a pod whose device is Unhealthy, and without one the pod is rejected. A
-    resource that the kubelet does not know is not checked (removeMissingExtendedResources).
+    Every pod must pass after Allocate, also one that runs already (predicateAdmitHandler.Admit of
+    pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37). Allocatable are the healthy devices; if the
+    pod has devices, at least the number of allocated devices (sanitizeNodeAllocatable): so an
+    intact checkpoint saves a pod whose device is Unhealthy, and without one the pod is rejected.
     """
     for resource, (_, allocatable) in manager.status().items():
         requested = request.get(resource, 0)

@@ -398,7 +398,7 @@ class Kubelet:
             worker.leave(lambda: None)
 
     def _delete(self, name: str, end: Callable[[Pod], None]) -> None:
-        """Delete a pod's object, and end the pod like this if the kubelet hears of that."""
+        """Delete a pod's object; a kubelet that runs ends the pod like this."""
         pod = self.pods.get(name)
         pod.wanted = False
         self.log.record("deleted", pod=pod.name, uid=pod.uid)
@@ -406,11 +406,7 @@ class Kubelet:
             end(pod)
 
     def delete(self, pod: str) -> None:
-        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object.
-
-        The device manager forgets it when a List or the next admission asks, and the file with its
-        next write. While the kubelet does not hear of it, containers run on until `end`.
-        """
+        """Delete a pod in an orderly manner: containers end, its cgroup goes, then its object."""
         self._delete(pod, lambda found: self._terminate(found, forget=True))
 
     def force_delete(self, pod: str) -> None:
