@@ -26,18 +26,7 @@ else:
 
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-PARTS = (
-    "cli",
-    "config",
-    "daemon",
-    "events",
-    "files",
-    "readers",
-    "registration",
-    "reports",
-    "start",
-    "systemd",
-)
+PARTS = "cli config daemon events files readers registration reports start systemd".split()
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # Their requirements on Python 3.10, which pip does not see if another Python runs it.
 OLD = {10: ("exceptiongroup", "backports.asyncio.runner", "tomli", "typing_extensions")}
