@@ -26,7 +26,7 @@ else:
 
 WORK = ROOT / "build/pythons"
 ZIPAPP = ROOT / "dist/tt-device-plugin.pyz"
-PARTS = "cli config daemon events files readers registration reports start systemd".split()
+PARTS = "cli config daemon events files readers registration reports start systemd"
 TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
 # Their requirements on Python 3.10, which pip does not see if another Python runs it.
 OLD = {10: ("exceptiongroup", "backports.asyncio.runner", "tomli", "typing_extensions")}
@@ -85,7 +85,7 @@ def tools(minor: int, target: Path) -> Path:
 
 def suite(root: Path, temporary: str) -> list[str]:
     """Return pytest's command, without the Python, for these tests in a copy of the sources."""
-    names = [f"tests/test_{part}.py" for part in PARTS]
+    names = [f"tests/test_{part}.py" for part in PARTS.split()]
     pytest = ["-m", "pytest", "-v", "-ra", "--numprocesses=2", "--dist=loadfile"]
     pytest += ["-p", "no:cacheprovider", f"--basetemp={temporary}", f"--rootdir={root}"]
     return [*pytest, *(str(root / name) for name in names)]
