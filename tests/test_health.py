@@ -284,3 +284,27 @@ def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
         found = [followed.read(after=after) for after in (1, 9.9, 0.1, 1000)]
         assert found == [None, None, Kind.SILENT, Kind.SILENT]
         assert followed.read(temperature=40.0) is None
+
+
+FAULTS: list[tuple[Kind, dict[str, Any]]] = [  # in the order in which they count
+    (Kind.RESETTING, {"fault": Fault(Kind.RESETTING, "")}),
+    (Kind.STALLED, {"heartbeat": 7}),
+    (Kind.HOT, {"temperature": 90.0}),
+    (Kind.TRIPPED, {"trips": 2}),
+    (Kind.SILENT, {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_of_several_faults_the_first_of_the_table_is_the_kind(number: int) -> None:
+    """A chip that has all that follow, too."""
+    followed = Followed(limit=80)
+    for _ in range(2):
+        followed.read(identity=Identity(card="n150"), heartbeat=7, trips=1)
+
+    values: dict[str, Any] = {}
+    for _, each in FAULTS[number:]:
+        values |= each
+    for _ in range(2):
+        kind = followed.read(after=10, **values)  # silence begins with the first
+    assert kind is FAULTS[number][0]
