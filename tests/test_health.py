@@ -17,7 +17,7 @@ from tests.chips import chip, kind_of
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.watched import WatchedNode
-from ttdp import Identity, Kind, Reading
+from ttdp import Fault, Identity, Kind, Reading
 
 FUNCTION = chip(1).function
 
