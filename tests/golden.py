@@ -102,9 +102,10 @@ class Case:
         except ttdp.ConfigError as error:
             yield str(error).replace(str(file), "FILE")
             return
-        for name, value in vars_of(settings):
-            if value != getattr(ttdp.Settings(), name):
-                yield f"{name} = {value!r}"
+        for each in dataclasses.fields(settings):
+            value = getattr(settings, each.name)
+            if value != getattr(ttdp.Settings(), each.name):
+                yield f"{each.name} = {value!r}"
 
     # Lines that prepare
 
@@ -185,10 +186,6 @@ class Case:
     def control(self, name: str, value: str) -> None:
         """Change what comes of a command: an attribute of Controls."""
         setattr(self._host.controls, name, _value(value))
-
-
-def vars_of(settings: ttdp.Settings) -> list[tuple[str, object]]:
-    return [(each.name, getattr(settings, each.name)) for each in dataclasses.fields(settings)]
 
 
 def _value(word: str) -> object:

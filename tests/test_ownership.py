@@ -21,8 +21,10 @@ FAST: dict[str, Any] = {"interval": 0.1}
 
 
 def chips_of(kubelet: Kubelet, pod: str) -> set[str]:
-    """Return the PCI addresses in the environment of a pod's container."""
-    return set(kubelet.allocation(pod, "main").envs[ttdp.ADDRESSES].split(","))
+    """Return the chips that a pod was given, also if the kubelet has forgotten that."""
+    admitted = [each for each in kubelet.find("admitted") if each.fields["pod"] == pod]
+    variables = dict(each.split("=", 1) for each in admitted[0].fields["env"])
+    return set(variables[ttdp.ADDRESSES].split(","))
 
 
 def ever_offered(kubelet: Kubelet, resource: str) -> set[str]:
@@ -58,7 +60,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
 
     kubelet.force_delete("one")
     await kubelet.admit("last", "main", {P150: 1})
-    (holder,) = (pod for pod in pods if chips_of(kubelet, "last") == taken_by(kubelet, pod))
+    (holder,) = (pod for pod in pods if chips_of(kubelet, "last") == chips_of(kubelet, pod))
     await until(lambda: f"default/{holder} must end first" in caplog.text)
     assert not kubelet.pods.get("last").has_containers
 
@@ -68,13 +70,6 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
     await kubelet.running("last", "main")
     lists = kubelet.find("list", P150, since=started)
     assert not any(event.fields["unhealthy_ids"] for event in lists)
-
-
-def taken_by(kubelet: Kubelet, pod: str) -> set[str]:
-    """Return the chips that a pod was given, also if the kubelet has forgotten that."""
-    admitted = [each for each in kubelet.find("admitted") if each.fields["pod"] == pod]
-    variables = dict(each.split("=", 1) for each in admitted[0].fields["env"])
-    return set(variables[ttdp.ADDRESSES].split(","))
 
 
 async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forgotten(

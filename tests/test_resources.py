@@ -193,10 +193,6 @@ def shared(*entries: SharedResource, more: Any = None, **others: Any) -> Setting
     return Settings(sharing=Sharing(resources=entries, **(more or {})), **others)
 
 
-TWICE = shared(SharedResource("n150", 2))
-REPLICAS = [f"{ONE}::0", f"{ONE}::1"]
-
-
 def test_devices_that_are_not_selected_stay_exclusive() -> None:
     """Selected by address or board; shared ones have the ID <id>::<n>."""
     half = SharedResource("n150", 2, "half", (ONE,))
@@ -204,7 +200,7 @@ def test_devices_that_are_not_selected_stay_exclusive() -> None:
     others = [chip(9, "n300")]  # of another name, which the entries do not share
 
     assert ids([*FOUR, *others], shared(half, third)) == {
-        "half": REPLICAS,
+        "half": [f"{ONE}::0", f"{ONE}::1"],
         "n150": [THREE],
         "n300": [bdf(9)],
         "third": [f"{each}::{number}" for each in (TWO, LAST) for number in range(3)],
@@ -263,13 +259,11 @@ def test_a_held_chip_is_not_out_of_service_though_it_is_excluded() -> None:
 
 # -- holds -----------------------------------------------------------------------------------------
 
-HELD = hold("n150", ONE, buses=[1])
-
 
 def test_a_held_id_is_never_withheld() -> None:
     """Even if another pod holds the chip under another name: both run already."""
-    other = hold("wormhole", ONE, buses=[1], pod="u2")
-    assert reasons(FOUR[:1], ARCH, [HELD, other]) == {"n150": {ONE: None}, "wormhole": {ONE: None}}
+    holds = [hold("n150", ONE, buses=[1]), hold("wormhole", ONE, buses=[1], pod="u2")]
+    assert reasons(FOUR[:1], ARCH, holds) == {"n150": {ONE: None}, "wormhole": {ONE: None}}
 
 
 @pytest.mark.parametrize(("resource", "is_withheld"), [("n150", False), ("other", True)])
@@ -279,7 +273,8 @@ def test_a_shared_device_is_withheld_if_a_pod_has_its_chip_under_another_name(
     """Though another pod has one of its replicas, which stays healthy."""
     held = [hold("n150", f"{ONE}::0", buses=[1], pod="u2")]
     held.append(hold(resource, f"{ONE}::2", buses=[1]))
-    found = decide(FOUR[:1], TWICE, held).resource("tenstorrent.com/n150")
+    twice = shared(SharedResource("n150", 2))
+    found = decide(FOUR[:1], twice, held).resource("tenstorrent.com/n150")
 
     text = f"held until default/train ends (as tenstorrent.com/other {ONE}::2)"
     assert found.devices[f"{ONE}::0"].reason is None
