@@ -146,6 +146,7 @@ async def test_an_error_in_a_read_is_no_reading(
     """An internal one is logged, the daemon's own raised once. Each chip is read again."""
     chips.errors[ONE.address] = ZeroDivisionError()
     assert await chips.are_read(ONE, TWO, wanted=1) == [TWO.address]
+    await until(lambda: chips.readers.due(0.0) == float("inf"))
     assert "internal error (reading 0000:01:00.0)" in caplog.text
 
     chips.errors = {
