@@ -48,10 +48,14 @@ def test_containers_get_their_devices(node: Steps, strategy: str) -> None:
 # --- Ownership ------------------------------------------------------------------------------------
 
 
-def test_hand_overs_do_not_wait(node: Steps) -> None:
-    """A completed job's and a deleted pod's chips are the next pod's at once."""
+def test_hand_overs(node: Steps, told: Told) -> None:
+    """A completed job's and a deleted pod's chips are the next pod's, once their cgroups are gone.
+
+    Pods that started less than two minutes before are waited for.
+    """
     found = node["hand_over"]
-    assert found["waits"] == 0 and all_opened(found["opened"])
+    assert all_opened(found["opened"])
+    told(f"two hand-overs, {found['waits']} waits")
 
 
 def test_a_pods_successor_starts_after_its_last_process(node: Steps, told: Told) -> None:
@@ -59,7 +63,7 @@ def test_a_pods_successor_starts_after_its_last_process(node: Steps, told: Told)
     found = node["forced"]
     assert found["cgroup"].startswith("kubepods.slice/")
     assert found["given too early"], "the kubelet waited by itself"
-    assert found["later"] > 0 and found["waits"] > 0
+    assert found["later"] > 0
     told(f"it started {found['later']} s after the last process")
 
 
