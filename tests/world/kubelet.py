@@ -216,7 +216,7 @@ class Kubelet:
         rpc.add_RegistrationServicer_to_server(_Registration(self), self._server)
         with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
             self._server.add_insecure_port(f"unix:{private}/s")
-            os.link(f"{private}/s", self.socket)
+            os.rename(f"{private}/s", self.socket)  # its ctime never changes afterwards
         self.log.record("started", socket=str(self.socket))
 
         self._learning = asyncio.create_task(self._hear_of_pods())
