@@ -275,7 +275,10 @@ def test_a_trip_lasts_from_the_rise_for_300_seconds(
 
 
 def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
-    """It is healthy meanwhile, and each time they begin again; late firmware is not a fault."""
+    """It is healthy meanwhile, and each time they begin again; late firmware is not a fault.
+
+    A trip comes before silence.
+    """
     followed = Followed()
     assert not any(followed.read(after=100) for _ in range(3))
     followed.read(identity=Identity(card="n150"))
@@ -284,6 +287,10 @@ def test_a_rebound_chip_has_ten_seconds_for_its_telemetry() -> None:
         found = [followed.read(after=after) for after in (1, 9.9, 0.1, 1000)]
         assert found == [None, None, Kind.SILENT, Kind.SILENT]
         assert followed.read(temperature=40.0) is None
+
+    for trips in (1, 2):
+        followed.read(trips=trips)
+    assert [followed.read(after=10) for _ in range(2)] == [Kind.TRIPPED] * 2
 
 
 FAULTS: list[tuple[Kind, dict[str, Any]]] = [  # in the order in which they count
