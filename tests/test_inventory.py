@@ -189,6 +189,13 @@ def test_any_module_can_have_any_version(
     assert ttdp.driver_version(settings_of(node, node.root)) is None
 
 
+def test_a_function_can_be_kept_for_one_driver(chip: Chip) -> None:
+    """The kernel shows "(null)", older ones an empty line, if it is not."""
+    for text, driver in (("(null)", None), ("", None), ("vfio-pci", "vfio-pci")):
+        chip.write("driver_override", f"{text}\n".encode())
+        assert ttdp.driver_override(function_of(chip)) == driver
+
+
 # -- garbage, and errors of the daemon itself ------------------------------------------------------
 
 IDS = ["vendor", "device", "subsystem_device"]
