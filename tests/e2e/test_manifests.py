@@ -22,7 +22,7 @@ from tests.e2e.pods import IMAGE
 from tests.e2e.steps import JSON
 from tests.world.processes import wait_until
 
-PODS = {path.stem: path for path in DEB.glob("pods/*")}
+PODS = {path.stem: path for path in sorted(DEB.glob("pods/*"))}
 FIRST = "first-n300"  # README shows what it prints
 PAGES_PER_CHIP = 4  # as Tenstorrent's tt-system-tools reserves for each device file
 LOOK = ["sh", "-c", "ls /dev/tenstorrent/*; env | grep ^TT_ | sort"]
