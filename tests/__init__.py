@@ -60,7 +60,7 @@ Helpers:
     world/node.py      sysfs, /dev and /proc of a machine with cards
     world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
-    world/kubelet.py   the reference kubelet; its arguments select version and runtime
+    world/kubelet.py   the reference kubelet, as strict as all versions together
     world/reference.py plugins that are not ours
     world/watched.py   a node's chips as the program knows them, with a clock
     world/book.py      a book of holds, with a checkpoint, cgroups and a clock
