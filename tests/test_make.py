@@ -88,6 +88,33 @@ def test_missing_tools_are_named_before_anything_is_built(tmp_path: Path) -> Non
         assert all(each.startswith("make: ***") for each in done.stderr.splitlines()), done
 
 
+@pytest.mark.skipif(not shutil.which("dh"), reason="NOT RUN: no debhelper")
+def test_former_packages_are_removed(tmp_path: Path) -> None:
+    """From dist/, where somebody could install one by mistake, and not from the repository."""
+    shutil.copytree(ROOT / "packaging", tmp_path / "packaging")
+    for name in ("Makefile", "ttdp.py", "shiv.toml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "generated").mkdir()
+    # In place of the slow builds.
+    build = "import pathlib, sys; pathlib.Path(sys.argv[3]).write_text('')"
+    (tmp_path / "packaging/build_pyz.py").write_text(build)
+    (tmp_path / "packaging/sbom.py").write_text("")
+    (tmp_path / "packaging/build-deb.sh").write_text('touch "$3/tt-device-plugin_$2_$1.deb"')
+    for directory in ("build/amd64", "dist/repository/pool"):
+        (tmp_path / directory).mkdir(parents=True)
+    published = "repository/pool/tt-device-plugin_0.9.0_amd64.deb"
+    for name in (published, "tt-device-plugin_0.9.0_amd64.deb", "tt-device-plugin_0.9.0_arm64.deb"):
+        (tmp_path / "dist" / name).touch()
+
+    variables = ("PACKAGE_VERSION=0.10.0", "ARCHES=amd64", f"VENV={sys.prefix}")
+    done = make("deb", *variables, top=tmp_path)
+
+    assert done.returncode == 0, done
+    package = "tt-device-plugin_0.10.0_amd64"
+    left = {str(path.relative_to(tmp_path / "dist")) for path in tmp_path.rglob("dist/**/*.*")}
+    assert left == {published, f"{package}.deb", f"{package}.cdx.json"}
+
+
 def test_without_a_network(tmp_path: Path) -> None:
     """pip says what it cannot reach, and make asks for the network; there is no traceback."""
     offline = unshared("--net")

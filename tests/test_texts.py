@@ -163,6 +163,12 @@ def test_make_targets_exist(name: str) -> None:
     assert "deb" in named and {*named} <= targets
 
 
+def test_no_text_installs_by_a_pattern() -> None:
+    """apt takes the last of several packages, and the shell sorts 0.10.0 before 0.9.0."""
+    texts = [*ROOT.glob("*.md"), *DEB.glob("*.md"), *DEB.glob("*.[0-9]")]
+    assert not [path for path in texts if re.search(r"apt\S* install[^`\n]*\*", path.read_text())]
+
+
 def test_the_maps_of_program_and_tests_have_every_chapter_and_every_file() -> None:
     """CONTRIBUTING.md, in the order of the program, and tests/__init__.py."""
     chapters = re.findall(r"(?m)^# ==== ([A-Z ]+\b)", (ROOT / "ttdp.py").read_text())
