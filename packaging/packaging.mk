@@ -126,7 +126,7 @@ SYSTEMD_TESTS := package.py driver.py logind.py repository.py node_problems.py
 
 # The package in booted Debian systems.
 e2e-systemd: $(DEB)$(MACHINE).deb
-	@$(PYTEST) -vv $(SYSTEMD_TESTS:%=tests/e2e/test_%)
+	@$(PYTEST) -vv --numprocesses 2 --dist loadfile $(SYSTEMD_TESTS:%=tests/e2e/test_%)
 
 # Tests with their own targets: they boot systems, and need only the package of this machine.
 OTHER_TESTS := newcomer.py pythons.py cgroup2.py arm64.py
