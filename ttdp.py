@@ -5621,7 +5621,7 @@ def next_step(look: Look, done: Sequence[Step]) -> Step | End:
     elif function.file_fault and kind != "silent":
         step = Step.MAKE_FILE
     elif not kind:
-        return End(f"nothing {'more ' if done else ''}needs to be done", is_well=True)
+        return End("no fault is left" if done else "nothing needs to be done", is_well=True)
     elif kind in ("hot", "tripped"):
         return End("nothing is done: only cooling helps; check the fans and the air flow")
     elif kind in ("gone", "no_driver", "node"):

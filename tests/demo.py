@@ -41,8 +41,8 @@ QUESTION = "Do this? [y/N] "
 WIDTH = 100
 INTRODUCTION = """\
 tt-device-plugin lets pods request Tenstorrent cards. It runs on the host, not as a pod.
-Here the real program ({}) runs on simulated nodes: cards, cgroups and tt-smi are
-stand-ins. A reference kubelet decides about pods as Kubernetes 1.32 to 1.38 do."""
+Here the real program ({}) runs on simulated nodes: cards, cgroups, tt-smi and
+kubelet are models. The tests of this repository also use real kubelets and containers."""
 
 Rows = list[tuple[float, str]]  # when, and what has happened
 
@@ -169,7 +169,7 @@ class Node:
         environ["RUNTIME_DIRECTORY"] = str(self.home)
         status, text = await asyncio.to_thread(on_terminal, command, environ, QUESTION, "y")
         text = text.replace(str(self.machine.root), "")  # paths as on a real node
-        block(f"# tt-device-plugin {' '.join(words)}\n{text}")
+        block(f"root# tt-device-plugin {' '.join(words)}\n{text}")
         assert status == 0, f"its status is {status}"
         return text
 
@@ -202,7 +202,10 @@ async def both_reboot(late: Node, ours: Node) -> None:
     for pair in zip_longest(left, right, fillvalue=""):
         block("{:48}{}".format(*pair))
     block(f"{PODS[0]} on the left: {rejections[0].fields['message']}")
-    why("a pod starts after its kubelet has decided, so a plugin in a pod is late at each reboot.")
+    why(
+        "a kubelet admits its pods within a second of its start (here at once if the plugin is "
+        "there). A plugin in a pod cannot start before that, so it is too late at each reboot."
+    )
 
 
 async def a_chip_stops(node: Node) -> None:
@@ -231,7 +234,7 @@ async def a_pod_is_deleted_by_force(node: Node) -> None:
     device = node.device_of(old)
     script = ["sh", "-c", "read line; exec sleep 1"]
     process = await asyncio.create_subprocess_exec(*script, stdin=asyncio.subprocess.PIPE)
-    step(f"{old} is deleted by force, while its process {process.pid} still runs.")
+    step(f"{old} is deleted by force. Its process {process.pid} ends a second later.")
 
     def waits() -> Rows:
         return [(at, line) for at, line in daemon.lines if f"waits: {old} must end" in line]
@@ -255,12 +258,14 @@ async def a_pod_is_deleted_by_force(node: Node) -> None:
         (running.at, f"kubelet: {NEXT} runs"),
     ]
     block("\n".join(timeline(admitted.at, rows)))
-    why("kubelets take chips of deleted pods for free. Here two pods never run on one chip.")
+    why("a kubelet gives a deleted pod's chip away at once. Here the next pod waits for its turn.")
 
 
 async def neighbours(node: Node) -> None:
     """On a tray, 1 to 4 are in one row and 5 to 8 opposite; the bus has tray and position."""
-    step("A Galaxy has four trays of 8 chips. One pod requests 2 chips (n), and another one 4 [n].")
+    step(
+        "A Galaxy has four trays of 8 linked chips. One pod requests 2, (n), and another one 4, [n]."
+    )
     await node.boot(GALAXY)
     first = await node.kubelet.run_pod("ml/eval", GALAXY, 2)
     second = await node.kubelet.run_pod("ml/tune", GALAXY, 4)
@@ -277,7 +282,7 @@ async def neighbours(node: Node) -> None:
         rows = [[marks.get(tray | n, " {} ").format(n) for n in positions] for tray in trays]
         block("".join(f"{' '.join(cells):22}" for cells in rows))
     block(f"in the second pod: TT_VISIBLE_DEVICES={second.envs['TT_VISIBLE_DEVICES']}")
-    why("the 4 are linked neighbours, and three trays stay whole. A kubelet alone takes any 4.")
+    why("each pod has linked neighbours, and three trays stay whole. A kubelet alone takes any.")
 
 
 def bus_of(bdf: str) -> int:

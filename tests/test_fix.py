@@ -100,7 +100,7 @@ LEFT = "no step is left; if the firmware is late"
 EXCLUDED = {"excluded": True, "healthy": None}
 ENDS: list[tuple[Look, Sequence[Step], str, bool]] = [
     (look(), (), "nothing needs to be done", True),
-    (look(), (Step.RESET,), "nothing more needs to be done", True),
+    (look(), (Step.RESET,), "no fault is left", True),
     (look("stalled", of=EXCLUDED), (), "nothing is done: the chip is excluded", True),
     (look("gone", GONE, of=EXCLUDED), (), "nothing is done: the chip is excluded", True),
     # A pod holds it.

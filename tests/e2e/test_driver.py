@@ -21,7 +21,7 @@ GUEST = vm.Guest(
     functions=("10.0", "11.0", "12.0"),
 )
 DONE = ["waiting, at most 30 s", f"{CHIP} (n150): healthy; its users are not known"]
-DONE += ["nothing more needs to be done", "status 0"]
+DONE += ["no fault is left", "status 0"]
 # What udevadm tells if udev takes longer than the five seconds that postinst waits for it.
 SLOW = "Timed out while waiting for udev queue to empty."
 
