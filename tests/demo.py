@@ -264,7 +264,7 @@ async def a_pod_is_deleted_by_force(node: Node) -> None:
 async def neighbours(node: Node) -> None:
     """On a tray, 1 to 4 are in one row and 5 to 8 opposite; the bus has tray and position."""
     step(
-        "A Galaxy has four trays of 8 linked chips. One pod requests 2, (n), and another one 4, [n]."
+        "A Galaxy has four trays of 8 linked chips. One pod requests 2 (n), and another one 4 [n]."
     )
     await node.boot(GALAXY)
     first = await node.kubelet.run_pod("ml/eval", GALAXY, 2)
