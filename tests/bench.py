@@ -124,7 +124,7 @@ def bare_plugin() -> None:
         appeared = asyncio.Event()
         libc = ctypes.CDLL(None)
         inotify = libc.inotify_init1(os.O_NONBLOCK)
-        libc.inotify_add_watch(inotify, directory.encode(), 0x100)  # IN_CREATE
+        libc.inotify_add_watch(inotify, directory.encode(), 0x180)  # IN_CREATE, IN_MOVED_TO
 
         def read() -> None:
             if b"kubelet.sock" in os.read(inotify, 65536):
