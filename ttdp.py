@@ -2182,7 +2182,7 @@ class HoldBook:
         self._allowed = dict(saved.allowed)  # when the last start was allowed, by pod
         self._have_run = False  # one of these pods had a process in its cgroup
         self._streams = 0  # open ListAndWatch streams
-        self._connected_since = inf  # since when there was always one
+        self._connected_since = inf  # since when there was one, but for those closed here
 
     def refresh(self, now: float, *, look: bool) -> bool:
         """Read the checkpoint if it has changed; then, or to `look`, list the pods' cgroups.
@@ -2255,12 +2255,16 @@ class HoldBook:
             if token in coming or now - answer.at < WRITTEN_WITHIN
         }
 
-    def note_stream(self, now: float, *, is_open: bool) -> None:
-        """Note that a ListAndWatch stream has been opened or has ended: a kubelet is connected."""
-        if is_open and self._streams == 0:
-            self._connected_since = now
+    def note_stream(self, now: float, *, is_open: bool, is_closed_here: bool = False) -> None:
+        """Note that a ListAndWatch stream has been opened or has ended: a kubelet is connected.
+
+        The end of a stream that is closed here, as its resource has no devices left, tells nothing
+        about the kubelet.
+        """
         self._streams += 1 if is_open else -1
-        if self._streams == 0:
+        if is_open:
+            self._connected_since = min(self._connected_since, now)
+        elif self._streams == 0 and not is_closed_here:
             self._connected_since = inf
 
     def is_current(self, hold: Hold, now: float) -> bool:
@@ -4423,7 +4427,7 @@ class Endpoint(rpc.DevicePluginServicer):
             self.lose("the plugin's socket was deleted; registering again")
 
     def lose(self, reason: str) -> None:
-        """Have the registration end."""
+        """Have the registration end. `reason`: empty if the session is closed."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
@@ -4446,7 +4450,10 @@ class Endpoint(rpc.DevicePluginServicer):
             async for message in self._devices.messages():
                 yield message
         finally:
-            self._allocator.host.holds.note_stream(monotonic(), is_open=False)
+            is_closed_here = self.lost.done() and not self.lost.result()
+            self._allocator.host.holds.note_stream(
+                monotonic(), is_open=False, is_closed_here=is_closed_here
+            )
             if self._newest is stream:
                 self._newest = None
                 self.lose("kubelet closed the ListAndWatch stream; registering again")

@@ -162,3 +162,28 @@ async def test_files_for_others_move_with_their_keys(
 
     daemon.reload(**dict.fromkeys(keys, ""))
     await until(lambda: not any(path.exists() for path in paths("other").values()))
+
+
+async def test_a_resource_that_has_ended_does_not_come_back_for_a_pod_that_has_ended(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream that the daemon closes tells nothing about the kubelet.
+
+    Kubelets keep the entry of a pod that has ended until they admit another one with devices.
+    """
+    monkeypatch.setattr(ttdp, "STARTED_WITHIN", 0.5)
+    (chip,) = node.add("p150a")
+    daemon = await start(interval=0.05)
+    await kubelet.run_pod("job", P150)
+    kubelet.complete("job")
+    await until(lambda: daemon.decision.holds == [])
+
+    daemon.reload(exclude=(chip.bdf,))
+    await until(lambda: not kubelet.manager.plugins.is_listed(P150))
+    await polls(daemon)
+    assert not daemon.sessions and daemon.decision.holds == []
+
+    daemon.reload(exclude=(), resource_naming="arch")
+    await kubelet.registered("tenstorrent.com/blackhole")
+    await polls(daemon)
+    assert daemon.view()["chips"][0]["pods"] == [] and daemon.decision.holds == []
