@@ -2511,15 +2511,21 @@ class Directories:
         return mounts
 
     def remove_unnamed(self, named: Collection[str], settings: Settings) -> None:
-        """Begin to remove the directories that are not named, unless a removal is under way."""
-        if self._removal is None or self._removal.done():
-            unnamed = unnamed_directories(named, settings)
-            self._removal = asyncio.create_task(self._remove(unnamed))
+        """Begin to remove the directories that are not named, unless a removal is under way.
 
-    async def _remove(self, unnamed: Mapping[str, Sequence[str]]) -> None:
+        They get other names first: those of locks can be needed again long before it ends.
+        """
+        if self._removal is None or self._removal.done():
+            found = {}
+            for parent, names in unnamed_directories(named, settings).items():
+                with suppress(OSError), opened_own_directory(parent) as directory:
+                    found[parent] = [set_aside(name, directory) for name in names]
+            self._removal = asyncio.create_task(self._remove(found))
+
+    async def _remove(self, found: Mapping[str, Sequence[str]]) -> None:
         """Remove directories, given by their names in each parent."""
         left = []
-        for parent, names in unnamed.items():
+        for parent, names in found.items():
             with suppress(OSError), opened_own_directory(parent) as directory:
                 # A container that has the host's hugetlbfs could put a link in the parent's place:
                 # rm works in the open directory. It can take minutes: a file of 1 GiB takes 0.1 s.
@@ -2597,6 +2603,19 @@ def unnamed_directories(named: Collection[str], settings: Settings) -> dict[str,
             if names:
                 found[parent] = names
     return found
+
+
+def set_aside(name: str, directory: int) -> str:
+    """Rename an entry of an open directory, unless it was before; return its name.
+
+    What cannot be renamed, such as a mount point, keeps its name.
+    """
+    aside = f".{name}-{os.urandom(4).hex()}"
+    if not name.startswith("."):
+        with suppress(OSError):
+            os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+            return aside
+    return name
 
 
 def make_own_directory(path: str) -> None:
@@ -4042,17 +4061,18 @@ class Host:
         others = [self.directories.unremoved, self.state_file.problem, self.no_kubelet]
         return found + [problem for problem in [*others, self.unreadable] if problem]
 
-    def put_directories_in_order(self, decision: Decision) -> None:
+    def put_directories_in_order(self) -> None:
         """Begin to remove the directories that nothing names, and make the missing ones."""
-        named = self.named_directories(decision.holds)
+        named = self.named_directories()
         if self.holds.has_read:  # else the holds may not be all that there are
             self.directories.remove_unnamed(named, self.settings)
         self.directories.make_missing(named, self.settings)
 
-    def named_directories(self, holds: Iterable[Hold]) -> set[str]:
-        """Return the directories that must exist. `holds`: the current ones."""
-        unwritten = self.holds.unwritten(monotonic())
-        return set(chain(*(hold.directories for hold in [*holds, *unwritten])))
+    def named_directories(self) -> set[str]:
+        """Return the directories that must exist now."""
+        now = monotonic()
+        holds = [*self.holds.current(now), *self.holds.unwritten(now)]
+        return set(chain(*(hold.directories for hold in holds)))
 
     def save_state(self) -> None:
         """Save what the next daemon of this boot cannot read again."""
@@ -4204,11 +4224,9 @@ class Allocator:
         host.save_state()
 
         # The container finds the node's pages free, and its own directories there.
-        host.put_directories_in_order(host.decide())
+        host.put_directories_in_order()
         await host.directories.removed(REMOVED_WITHIN)
-        host.directories.make_missing(
-            host.named_directories(holds.current(monotonic())), host.settings
-        )
+        host.directories.make_missing(host.named_directories(), host.settings)
 
 
 def _why_waiting(call: Call, blockers: Sequence[Hold] | None, names: Mapping[str, str]) -> str:
@@ -4966,7 +4984,7 @@ class Daemon:
         # The readings that an event has caused can change the devices once more.
         if self._must_publish and host.readers.are_settled(now):
             self._must_publish = False
-            host.put_directories_in_order(decision)
+            host.put_directories_in_order()
             self._write_files(decision)
             host.save_state()
         if now >= self._due["metrics"]:

@@ -317,7 +317,7 @@ def compare_outputs(world: World, view: dict[str, Any]) -> Differences:
         yield f"{row['name']} in the status", f" × {row['name']}," in view["status"], True
 
     host = world.daemon.host
-    named = host.named_directories(world.daemon.decision.holds)
+    named = host.named_directories()
     unnamed = ttdp.unnamed_directories(named, host.settings)
     yield "directories that nothing names", unnamed if host.holds.has_read else {}, {}
 

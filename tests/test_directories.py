@@ -16,7 +16,7 @@ import ttdp
 from tests.conftest import StartDaemon, polls
 from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 from ttdp import HUGEPAGES_MODE, Directories, Mount, Settings, SharedResource, Sharing
 
@@ -349,13 +349,24 @@ async def test_what_resists_is_a_problem_until_it_has_gone(own: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "none", own / "closed/inner"], check=True)
     try:
         directories = await removed(own)
-        assert [path.name for path in own.iterdir()] == ["closed"]
-        assert directories.unremoved and str(own / "closed") in str(directories.unremoved)
+        [left] = own.iterdir()
+        assert directories.unremoved and str(left) in str(directories.unremoved)
     finally:
-        subprocess.run(["umount", own / "closed/inner"], check=True)
+        subprocess.run(["umount", *own.glob(".closed-*/inner")], check=True)
 
     assert (await removed(own)).unremoved is None
     assert not any(own.iterdir())
+
+
+async def test_a_directory_that_is_needed_again_during_a_removal_stays(own: Path) -> None:
+    """A shared device's locks always have the same name."""
+    (own / "n300").mkdir()
+    directories, settings = Directories(), Settings(root=str(own.parents[2]))
+    directories.remove_unnamed((), settings)
+    ttdp.make_directory(str(own / "n300"), ttdp.LOCKS_MODE)
+
+    await directories.removed(PATIENCE)
+    assert [path.name for path in own.iterdir()] == ["n300"]
 
 
 async def test_a_start_waits_for_a_removal_but_not_for_long(
