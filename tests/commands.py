@@ -254,4 +254,5 @@ def _be_on_terminal(
     os.dup2(descriptor, 0)
     os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     _be_the_program(words, environ, constants, terminal, terminal)
