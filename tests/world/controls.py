@@ -107,6 +107,7 @@ class Controls:
     def block(self, attribute: str) -> None:
         """Let writers wait until the attribute is no longer in `blocked`."""
         self.blocked.add(attribute)
+        self.settle()  # it may be about to be opened
         path = self.node.root / "sys/bus/pci" / attribute
         path.unlink()
         os.mkfifo(path)
