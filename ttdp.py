@@ -2608,7 +2608,7 @@ def unnamed_directories(named: Collection[str], settings: Settings) -> dict[str,
 def set_aside(name: str, directory: int) -> str:
     """Rename an entry of an open directory, unless it was before; return its name.
 
-    What cannot be renamed, such as a mount point, keeps its name.
+    One that cannot be renamed, such as a mount point, keeps its name.
     """
     aside = f".{name}-{os.urandom(4).hex()}"
     if not name.startswith("."):
