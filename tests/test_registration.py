@@ -520,7 +520,7 @@ async def test_a_server_that_cannot_be_made_is_tried_again(
     """gRPC hides why it has no socket; an error that nobody has foreseen has its traceback."""
 
     def fail(*_: object) -> None:
-        raise error
+        raise type(error)(*error.args)  # a new one: its traceback keeps the server
 
     monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     with monkeypatch.context() as patch:
