@@ -1,7 +1,7 @@
 """A reference kubelet: its side of the device plugin API.
 
-It is as strict as the original and behaves as Kubernetes 1.32 to 1.38 do, errors included, over
-real gRPC on real sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
+It is as strict as Kubernetes 1.36 and 1.37 together, errors included, over real gRPC on real
+sockets. Tests can also kill it, restart it and make it fail. `Kubelet.violations`
 lists what the original tolerates or fails of but a correct plugin never does, and every moment at
 which two pods run with one chip; tests assert that it stays empty. What the daemon's tests say here
 of pods, checkpoints and restarts, tests.e2e says of the originals.
