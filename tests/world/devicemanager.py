@@ -1,6 +1,7 @@
 """The reference kubelet's device manager: which devices a container gets and starts with.
 
-It follows `pkg/kubelet/cm/devicemanager` of Kubernetes; functions are named as in 1.37.1. One `DeviceManager` is one life of a kubelet: a restart makes another one.
+It follows `pkg/kubelet/cm/devicemanager` of Kubernetes; functions are named as in 1.37.1.
+One `DeviceManager` is one life of a kubelet: a restart makes another one.
 """
 
 from __future__ import annotations
