@@ -4259,7 +4259,9 @@ def _why_waiting(call: Call, blockers: Sequence[Hold] | None, names: Mapping[str
 
 REGISTER_TIMEOUT = 10.0  # seconds
 STREAM_DELAY = 0.05  # seconds until a kubelet has noticed the end of a stream
-BACKOFF = (0.1, 5.0)  # seconds: the first pause after a failure, and the longest
+# Seconds: the first pause after a failure, and the longest. A kubelet can be interrupted before it
+# listens on its new socket, and it decides on its pods about 50 ms later.
+BACKOFF = (0.01, 5.0)
 LAST_GRACE = 0.1  # seconds that calls have at the daemon's end
 STOP_TIMEOUT = 0.3  # seconds; mostly a server stops within milliseconds
 CHANNEL_OPTIONS = (
@@ -4271,6 +4273,7 @@ PLUGIN_OPTIONS = pb.DevicePluginOptions(
     pre_start_required=True, get_preferred_allocation_available=True
 )
 REGISTERED = "registered with kubelet"
+CLOSED = "its socket is closed"
 Context = grpc.aio.ServicerContext[Any, Any]
 _socket_numbers = count(1)
 
@@ -4288,6 +4291,18 @@ def remove_dead_sockets(directory: str) -> None:
         if re.fullmatch(rf"{SOCKET_PREFIX}.+\.\d+-\d+\.sock", name):
             with suppress(OSError):
                 os.unlink(f"{directory}/{name}")
+
+
+def why_not_listening(path: str) -> str | None:
+    """Return why no kubelet listens on its socket, None if one does; raises OSError.
+
+    To register in vain would cost a hundred times as much.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        number = probe.connect_ex(path)
+    if number == errno.ENOENT:
+        return f"{path} does not exist"
+    return CLOSED if number == errno.ECONNREFUSED else None
 
 
 async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
@@ -4424,10 +4439,8 @@ class Endpoint(rpc.DevicePluginServicer):
             except grpc.aio.AioRpcError as error:
                 if error.code() == Status.DEADLINE_EXCEEDED:
                     return Ended(f"kubelet did not answer Register within {REGISTER_TIMEOUT:g} s")
-                if error.code() == Status.UNAVAILABLE:
-                    # gRPC's own text differs at each attempt, and would be logged each time.
-                    log.debug("%s: Register: %s", self._resource, grpc_message(error))
-                    return Ended("waiting for kubelet (its socket is closed)", is_failure=False)
+                if error.code() == Status.UNAVAILABLE:  # it has just ended
+                    return Ended(f"waiting for kubelet ({CLOSED})", is_failure=False)
                 return Ended(f"kubelet rejected Register: {grpc_message(error)}")
         return None
 
@@ -4572,7 +4585,7 @@ class KubeletSession:
             level = logging.WARNING if ended.is_failure else logging.INFO
             self._report(Registration(ended.text, successes=self.registration.successes), level)
 
-            has_held = ended.was_registered and monotonic() - began > BACKOFF[0]
+            has_held = ended.was_registered and monotonic() - began > BACKOFF[1]
             if has_held or await wait_for_event(self._disturbed, pause):
                 pause = BACKOFF[0]
             else:
@@ -4580,9 +4593,8 @@ class KubeletSession:
 
     async def _attempt(self) -> Ended:
         """Register with a kubelet and serve it; return how that has ended. Raises OSError."""
-        path = f"{self._directory}/{KUBELET_SOCKET}"
-        if file_stamp(path) is None:
-            return Ended(f"waiting for kubelet ({path} does not exist)", is_failure=False)
+        if reason := why_not_listening(f"{self._directory}/{KUBELET_SOCKET}"):
+            return Ended(f"waiting for kubelet ({reason})", is_failure=False)
 
         endpoint = Endpoint(self.name, self._directory, self._devices, self._allocator)
         self._endpoint = endpoint

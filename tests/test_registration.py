@@ -284,8 +284,8 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
     start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """From 0.1 to 5 s. A kubelet that rejects is one line, with its reason."""
-    assert ttdp.BACKOFF == (0.1, 5.0)
+    """From 0.01 to 5 s. A kubelet that rejects is one line, with its reason."""
+    assert ttdp.BACKOFF == (0.01, 5.0)
     monkeypatch.setattr(ttdp, "BACKOFF", (0.002, 0.01))
     wait, pauses = ttdp.wait_for_event, list[float]()
 
@@ -304,6 +304,7 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
     line = rf"{N150}: kubelet rejected Register: the plugin is not \x1bwelcome"
     assert caplog.messages.count(line) == 1
 
+    await asyncio.sleep(ttdp.BACKOFF[1])
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "", times=2)
     await kubelet.drop_streams()
     await until(lambda: daemon.sessions[N150].registration.successes == 2)
@@ -317,7 +318,7 @@ async def test_an_event_in_the_directory_ends_the_pause(
 ) -> None:
     """Another plugin's socket does; the daemon's own sockets and the checkpoint do not.
 
-    There is also a pause after a registration that was lost sooner than the first one lasts.
+    There is also a pause after a registration that was lost sooner than the longest one lasts.
     """
     node.add("p150a")
     kubelet.refuse_with(grpc.StatusCode.UNKNOWN, "no", times=2)
