@@ -1057,7 +1057,7 @@ class Reading(NamedTuple):
     temperature: float | None = None  # °C
     throttles_at: float | None = None  # °C, hwmon's temp1_max
     trips: int | None = None  # thermal trips (Blackhole only)
-    sensors: Mapping[str, float] = {}  # by attribute, in the metrics' units
+    sensors: Mapping[str, float] = {}  # at the last poll: by attribute, in the metrics' units
     processes: Sequence[ProcessRow] | None = None  # a row for each PID; None: unknown
 
     @property
@@ -1072,7 +1072,7 @@ def read_chip(settings: Settings, function: PciFunction, *, is_poll: bool) -> Re
 
     Can block for ten seconds. Raises OSError for errors that are not the chip's.
     """
-    sensors = read_sensors(function)
+    sensors = read_sensors(function) if is_poll else {}
     processes = processes_on(settings, function)
 
     # Telemetry comes last: if the chip answers now, its sensors were those of a live chip.
@@ -1445,6 +1445,9 @@ class Chip(NamedTuple):
 
     def read(self, reading: Reading, limit: float | None) -> Chip:
         """Return the chip after a reading of it. `limit`: °C, see HealthSettings."""
+        if self.reading and not (reading.is_poll or reading.fault):
+            reading = reading._replace(sensors=self.reading.sensors)
+
         # Values that the firmware does not report at the moment stay.
         pairs = zip(reading.identity, self.identity, strict=True)
         identity = Identity(*(new or old for new, old in pairs))

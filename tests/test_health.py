@@ -315,3 +315,22 @@ def test_of_several_faults_the_first_of_the_table_is_the_kind(number: int) -> No
     for _ in range(2):
         kind = followed.read(after=10, **values)  # silence begins with the first
     assert kind is FAULTS[number][0]
+
+
+def test_sensors_are_those_of_the_last_poll(card: Card) -> None:
+    """A reading after an event leaves them out, as events can be many; a dead chip has none."""
+    watched = WatchedNode(card.node)
+
+    def clock(*, is_poll: bool) -> float | None:
+        watched.look(is_poll=is_poll)
+        reading = watched.chips[card.bdf].reading
+        assert reading
+        return reading.sensors.get("tt_aiclk")
+
+    before = clock(is_poll=True)
+    card.write("tt_aiclk", b"1234")
+    assert clock(is_poll=False) == before != 1234e6
+    assert clock(is_poll=True) == 1234e6
+
+    card.die()
+    assert clock(is_poll=False) is None
