@@ -39,7 +39,7 @@ fuzz: $(VENV)/ready
 	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 soak: $(VENV)/ready
-	@$(PY) -m tests.soak
+	@$(PY) -m tests.bench soak
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

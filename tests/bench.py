@@ -1,6 +1,6 @@
 """What the daemon costs and how fast it is, beside the least that gRPC in Python allows.
 
-    python -m tests.bench [MEASUREMENT …]
+    python -m tests.bench [MEASUREMENT …]     # `soak`, which takes ten minutes, only if named
 
 The floor is a bare grpc.aio plugin, tests.floor. Daemon and floor are measured in turns, on a
 simulated Galaxy with 32 devices; the reference kubelets, one for each, run in this process.
@@ -15,10 +15,11 @@ import math
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import grpc.aio
 from generated import deviceplugin_pb2 as pb
 from tests.floor import RESOURCE, rpc
 from tests.world.kubelet import Kubelet
-from tests.world.node import Chip, SimulatedNode
+from tests.world.node import Chip, SimulatedNode, Ticker
 from tests.world.processes import (
     ROOT,
     Broken,
@@ -37,11 +38,9 @@ from tests.world.processes import (
     Service,
     footprint,
     run,
-    within,
     workspace,
 )  # fmt: skip
 
-PATIENCE = 300.0  # seconds for one measurement
 NEVER = 3600.0  # seconds between polls where a poll would disturb the measurement
 SETTLING = 7.0  # seconds after which a daemon is at rest: the first poll is over
 AFTERWARDS = 0.1  # seconds in which what follows a call or a registration is done
@@ -225,29 +224,31 @@ async def kubelet_restarts(bench: Bench) -> list[Row]:
     ]
 
 
+async def changes(
+    bench: Bench, kubelet: Kubelet, chips: Sequence[Chip], quiet: float
+) -> list[float]:
+    """Return the seconds until the list without a card, and until the one with it."""
+    seconds = []
+    for chip in chips:
+        for operation in (chip.vanish, chip.come_back):
+            await asyncio.sleep(quiet)
+            operation()
+            begin = bench.kernel.deliver()
+            await kubelet.wait_for(
+                lambda: (chip.bdf in kubelet.healthy(RESOURCE)) is chip.present  # noqa: B023
+            )
+            seconds.append(kubelet.find("list", RESOURCE, begin)[-1].at - begin)
+    return seconds
+
+
 async def events_to_lists(bench: Bench) -> list[Row]:
     """Measure from the moment at which a kernel event is sent until the kubelet has the list.
 
     One after the other they are gathered for 30 ms; a lone one is handled at once.
     """
     async with bench.both(events=True) as ((_, kubelet), _):
-
-        async def changes(chips: Sequence[Chip], quiet: float) -> list[float]:
-            """Return the seconds until the list without a card, and until the one with it."""
-            seconds = []
-            for chip in chips:
-                for operation in (chip.vanish, chip.come_back):
-                    await asyncio.sleep(quiet)
-                    operation()
-                    begin = bench.kernel.deliver()
-                    await kubelet.wait_for(
-                        lambda: (chip.bdf in kubelet.healthy(RESOURCE)) is chip.present  # noqa: B023
-                    )
-                    seconds.append(kubelet.find("list", RESOURCE, begin)[-1].at - begin)
-            return seconds
-
-        busy = await changes([*bench.node.chips, *bench.node.chips[:18]], 0)
-        lone = await changes(bench.node.chips[:20], QUIET)
+        busy = await changes(bench, kubelet, [*bench.node.chips, *bench.node.chips[:18]], 0)
+        lone = await changes(bench, kubelet, bench.node.chips[:20], QUIET)
 
     return [
         Row("kernel event until the kubelet's list", busy, (), 50, "p99"),
@@ -328,14 +329,64 @@ async def one_more_pod(bench: Bench) -> list[Row]:
     return [Row("one more pod, 32 chips × 100 replicas: loop", costs, (), 10, "median")]
 
 
+# -- leaks -----------------------------------------------------------------------------------------
+
+GROWTH = 2.0  # MB of RSS, after a quarter of all, when the pools of malloc and gRPC are full
+
+
+async def soak(bench: Bench) -> list[Row]:
+    """Restart the kubelet $RESTARTS times; raises Broken if memory or descriptors have grown.
+
+    In between pods run, cards go and come back, streams end, and the configuration is reloaded.
+    """
+    restarts = int(os.environ.get("RESTARTS", 10_000))
+    chance = random.Random(1)
+    kubelet = Kubelet(bench.directory, host=bench.node)
+    with Ticker(bench.node, 1.0):
+        async with bench.daemon(events=True) as daemon, kubelet:
+            await daemon.ready()
+            await kubelet.registered(RESOURCE)
+
+            for number in range(restarts):
+                kubelet.events.clear()
+                if number == restarts // 4:
+                    first = await least_footprint(daemon.pid)
+
+                if chance.random() < 0.2:
+                    await kubelet.run_pod(f"pod-{number}", RESOURCE, chance.randrange(1, 9))
+                    await kubelet.remove_pod(f"pod-{number}")
+                if chance.random() < 0.04:
+                    await changes(bench, kubelet, [chance.choice(bench.node.chips)], 0)
+                if chance.random() < 0.02:
+                    await kubelet.drop_streams()
+                if chance.random() < 0.01:
+                    daemon.send(signal.SIGHUP)
+                    await daemon.note("READY=1")
+                await restart(kubelet, chance.choice((0, 0.001, 0.02)))
+
+            last = await least_footprint(daemon.pid)
+
+    if kubelet.violations or last[0] > first[0] + GROWTH or last[1] != first[1]:
+        raise Broken(f"MB and descriptors: {first}, at the end {last}; {kubelet.violations[:1]}")
+    return [
+        Row("memory after kubelet restarts: RSS", [last[0]], [first[0]], unit="MB"),
+        Row("  open descriptors", [last[1]], [first[1]], unit=""),
+    ]
+
+
+async def least_footprint(pid: int) -> tuple[float, int]:
+    """Return the least of a few looks: a poll's thread or a connection may be just ending."""
+    looks = []
+    for _ in range(6):
+        await asyncio.sleep(0.25)
+        looks.append(footprint(pid))
+    kilobytes, descriptors = map(min, zip(*looks, strict=True))
+    return kilobytes / 1024, descriptors
+
+
 # -- the answer ------------------------------------------------------------------------------------
 
-MEASUREMENTS: dict[str, Callable[[Bench], Any]] = {
-    measurement.__name__: measurement
-    for measurement in (
-        start_to_ready, at_rest, kubelet_restarts, events_to_lists, calls, one_more_pod
-    )
-}  # fmt: skip
+MEASUREMENTS = (start_to_ready, at_rest, kubelet_restarts, events_to_lists, calls, one_more_pod)
 FIGURES = ("median", "p99", "max", "floor", "ratio")
 
 
@@ -359,9 +410,10 @@ async def bench(*only: str) -> int:
         bench = Bench(home)
         async with bench.both():  # an interpreter that compiles takes 5 MB more, for good
             pass
-        for name in only or MEASUREMENTS:
-            print(f"{name.replace('_', ' ')} ...", file=sys.stderr)
-            rows += await within(PATIENCE, "the measurement hangs", MEASUREMENTS[name](bench))
+        chosen = [globals()[name] for name in only] or MEASUREMENTS
+        for measurement in chosen:
+            print(f"{measurement.__name__.replace('_', ' ')} ...", file=sys.stderr)
+            rows += await measurement(bench)
 
     print(table(rows))
     print("\nfloor: a bare grpc.aio plugin; neither of the two loads OpenSSL")
