@@ -86,6 +86,7 @@ class Chip:
     ordinal: int | None = None  # N of /dev/tenstorrent/N while the driver is bound
     hwmon: int | None = None  # while the driver shows telemetry
     driver: str = ""  # the bound one: "tenstorrent", or another such as "vfio-pci"
+    has_reported: bool = False  # telemetry, at any time
     overridden: set[str] = field(default_factory=set)  # attributes that a test has set
 
     def __post_init__(self) -> None:
@@ -415,6 +416,7 @@ class Chip:
 
     def _show_telemetry(self) -> None:
         """Make hwmon and tt_*, then send `change` (drivers before 2.6 do not)."""
+        self.has_reported = True
         self.hwmon = lowest_free(each.hwmon for each in self.node.chips)
         (self.directory / f"hwmon/hwmon{self.hwmon}").mkdir(parents=True)
         self.show(*self.sensors, *self.telemetry)
