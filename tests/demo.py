@@ -17,6 +17,7 @@ import time
 from itertools import zip_longest
 from pathlib import Path
 
+from tests.world.cards import bus_of
 from tests.world.controls import Controls
 from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import SimulatedNode, Ticker
@@ -101,15 +102,13 @@ class Node:
         pods_come = ADMITS_AFTER if plugin_is_pod else PATIENCE
         self.kubelet = Kubelet(home / "dp", host=self.machine, pods_come=pods_come)
         if plugin_is_pod:
-            pod = self.kubelet.pods.get_or_add(PLUGIN)
-            pod.containers["main"] = Container("main")
+            self.kubelet.pods.get_or_add(PLUGIN).containers["main"] = Container("main")
 
         self._installation = installation
         self._interval = interval
         self._plugin_is_pod = plugin_is_pod
         self._processes = contextlib.AsyncExitStack()
         self._booted = 0.0
-        self._ready: Rows = []
 
     async def boot(self, resource: str) -> None:
         """Start kubelet and daemon, and wait until the kubelet has a list of the resource.
@@ -120,18 +119,13 @@ class Node:
         if self._plugin_is_pod:
             await self.kubelet.start()
             await self.kubelet.running(PLUGIN, "main")
-            await self._start_daemon()
-        else:
-            daemon = await self._start_daemon()
-            self._ready = [(daemon.started + await daemon.ready(), "plugin is ready")]
-            await self.kubelet.start()
-        await self.kubelet.registered(resource)
-
-    async def _start_daemon(self) -> Service:
         place = (self.machine, self.kubelet.directory)
         daemon = self._installation.daemon(*place, interval=self._interval)
         self.daemon = await self._processes.enter_async_context(daemon)
-        return daemon
+        if not self._plugin_is_pod:
+            await daemon.note("READY=1")
+            await self.kubelet.start()
+        await self.kubelet.registered(resource)
 
     async def shut_down(self) -> None:
         await self.kubelet.power_cut()
@@ -144,12 +138,13 @@ class Node:
 
     def boot_log(self) -> list[str]:
         """Return what has happened since the boot, with the seconds since then."""
-        rows = [*self._ready, (self.events("started")[0].at, "kubelet starts")]
+        rows = [(self.events("started")[0].at, "kubelet starts")]
         rows.append((self.events("list")[0].at, "plugin is registered"))
+        if self.daemon and not self._plugin_is_pod:
+            rows += [(note.at, "plugin is ready") for note in self.daemon.notes[:1]]
         for event in [*self.events("running"), *self.events("rejected")]:
-            rows.append(
-                (event.at, f"{event.fields['pod']}  {event.fields.get('reason', 'Running')}")
-            )
+            text = f"{event.fields['pod']}  {event.fields.get('reason', 'Running')}"
+            rows.append((event.at, text))
         return timeline(self._booted, rows)
 
     def device_of(self, pod: str) -> str:
@@ -283,10 +278,6 @@ async def neighbours(node: Node) -> None:
         block("".join(f"{' '.join(cells):22}" for cells in rows))
     block(f"in the second pod: TT_VISIBLE_DEVICES={second.envs['TT_VISIBLE_DEVICES']}")
     why("each pod has linked neighbours, and three trays stay whole. A kubelet alone takes any.")
-
-
-def bus_of(bdf: str) -> int:
-    return int(bdf.split(":")[1], 16)
 
 
 async def play(late: Node, ours: Node, galaxy: Node) -> None:

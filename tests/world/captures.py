@@ -31,7 +31,7 @@ def capture(name: str) -> dict[str, Any]:
 
     A function has `path` (below /sys/devices), `ordinal`, `by_id`, `pids`, `hwmon` (its number),
     the attributes of its directories in `pci`, `class` and `sensors`, and `links`, with
-    placeholders. `board` is what the firmware knew, if the attributes do not show it.
+    placeholders.
     """
     stored = _stored("captures.json")[name]
 

@@ -77,8 +77,8 @@ class Controls:
     def __exit__(self, *_: object) -> None:
         self._is_ended.set()
         self._kernel.join()
-        for _, descriptor in self._fifos.values():
-            os.close(descriptor)
+        for opened in self._fifos.values():
+            os.close(opened[1])
         self._server.shutdown()
         self._server.server_close()
 

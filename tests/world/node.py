@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.world.captures import capture
-from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, NAMES, bus_of
+from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
 from tests.world.chip import PROC_SINCE, Chip, dead_value, in_steps
 from tests.world.tree import link, put, put_control, remove
 
@@ -95,22 +95,13 @@ class SimulatedNode:
         facts = capture(name)
         node = cls(root, driver=facts["driver"], **options)
         for function in sorted(facts["functions"], key=lambda f: (f["hwmon"] or 0, f["ordinal"])):
-            chip = node._captured(function)
+            telemetry, sensors = _values(function)
+            pci = _simulated(function["pci"])
+            chip = Chip(node, function["path"], pci, telemetry, sensors, bool(telemetry))
             node.chips.append(chip)
             chip.plug()
             chip.probe(function["ordinal"])
         return node
-
-    def _captured(self, function: dict[str, Any]) -> Chip:
-        pci = _simulated(function.get("pci", {}))
-        telemetry, sensors = _values(function)
-        if board := function.get("board"):  # no telemetry, or nothing at all, was shown
-            card = NAMES[int(board["ssid"], 16)]
-            chip = self._chip(card, function["path"], board["serial"], board["asic_id"])
-            chip.pci |= pci
-            chip.firmware = not function.get("class")
-            return chip
-        return Chip(self, function["path"], pci, telemetry, sensors)
 
     def chip(self, name: str | int) -> Chip:
         """Return a chip by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
