@@ -12,6 +12,7 @@ real character device ("mknod").
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from tests.world.captures import capture
 from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
 from tests.world.chip import PROC_SINCE, Chip, dead_value, in_steps
-from tests.world.tree import link, put, put_control, remove
+from tests.world.tree import put, put_control, remove
 
 __all__ = ["CARDS", "Chip", "SimulatedNode", "Ticker", "dead_value", "wire"]
 
@@ -123,14 +124,12 @@ class SimulatedNode:
         *,
         bdf: str | None = None,
         numa_node: int | None = None,
-        serial: str | None = None,
-        asic_id: str | None = None,
         firmware: bool = True,
     ) -> list[Chip]:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        `bdf` and `asic_id` are those of the first. The NUMA node is -1 by default, but
-        on a Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
+        `bdf` is that of the first. The NUMA node is -1 by default, but on a Galaxy 0 for the trays
+        below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
         is_galaxy = card.startswith("galaxy")
         code, number = CARDS[card].code, len(self.chips) + 1
@@ -138,13 +137,12 @@ class SimulatedNode:
         for index, address in enumerate(self._addresses(card, bdf)):
             # The functions of one board, such as a tray of a Galaxy, share its serial.
             board = bus_of(address) >> 4 if is_galaxy else number
-            own_serial = serial or f"000{code:04X}{511700100 + board}"
-            own_id = f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}"
-            if asic_id and not index:
-                own_id = asic_id
-
-            path = f"pci{address[:4]}:00/{address[:4]}:00:02.0/{address}"
-            chip = self._chip(card, path, own_serial, own_id)
+            chip = self._chip(
+                card,
+                path=f"pci{address[:4]}:00/{address[:4]}:00:02.0/{address}",
+                serial=f"000{code:04X}{511700100 + board}",
+                asic_id=f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}",
+            )
             usual = int(bus_of(address) >= 0x80) if is_galaxy else -1
             chip.pci["numa_node"] = str(usual if numa_node is None else numa_node)
             chip.firmware = firmware
@@ -249,57 +247,28 @@ class SimulatedNode:
         put(self.root / "proc/mounts", "\n".join(lines))
 
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
-        """Put a chip behind an IOMMU, in a group of its own; "identity" translates nothing."""
-        chip = self.chip(bdf)
-        group = self.root / f"sys/kernel/iommu_groups/{self.chips.index(chip)}"
-        remove(group)
-        remove(chip.directory / "iommu_group")
-
-        link(group / "devices" / chip.bdf, chip.directory)
+        """Put a chip behind an IOMMU; "identity" translates nothing."""
+        group = self.chip(bdf).directory / "iommu_group"
+        group.mkdir(exist_ok=True)
         put(group / "type", type)
-        link(chip.directory / "iommu_group", group)
-
-    # Processes
 
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:
-        """Show a process of this /proc/<pid>/cgroup that has opened device files.
+        """Show a process of this /proc/<pid>/cgroup, which has device files.
 
-        Each is named by its path (FileNotFoundError if it does not exist) or by a CDI name.
+        They are paths (FileNotFoundError if one does not exist) or CDI names.
         """
-        opened = [self._opened(node) for node in nodes]
+        for node in nodes:
+            if node.startswith("/"):
+                os.stat(node)
         process = self.root / f"proc/{pid}"
         process.mkdir()
         put(process / "comm", command)
         put(process / "cgroup", cgroup)
-        for opener in filter(None, opened):
-            opener.set_pids([*opener.pids.read_text().split(), pid])
 
     def end_process(self, pid: int) -> None:
-        """Remove a process: it has closed what it had open."""
         remove(self.root / f"proc/{pid}")
-        for chip in self.chips:
-            if chip.ordinal is not None:
-                chip.set_pids([p for p in chip.pids.read_text().split() if p != str(pid)])
-
-    def _opened(self, node: str) -> Chip | None:
-        """Return the chip that a path leads to, or that a CDI name stands for."""
-        for chip in self.chips:
-            if chip.bdf == node.rpartition("=")[2]:
-                return chip if chip.ordinal is not None else None
-
-        # A device file can be a link itself, to /dev/null: only udev's link is followed.
-        path = Path(node)
-        path.lstat()
-        if path.parent.name == "by-pci":
-            path = path.parent.parent / path.readlink().name
-            path.lstat()
-
-        for chip in self.chips if path.parent.name == "tenstorrent" else ():
-            if str(chip.ordinal) == path.name:
-                return chip
-        return None
 
     # What its chips need
 
