@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -34,9 +35,7 @@ from tests.world.processes import (
     ROOT,
     Broken,
     Installation,
-    Kernel,
     Service,
-    footprint,
     run,
     workspace,
 )  # fmt: skip
@@ -67,7 +66,8 @@ class Bench:
         self.node = SimulatedNode(home / "node")
         self.node.add("galaxy-wormhole")
         self.node.set_hugepages(32)
-        self.kernel = Kernel(self.node, home / "uevents")
+        self.uevents: list[bytes] = []  # to be delivered
+        self.node.on_uevent = self.uevents.append
 
         # Of the two programs.
         (home / "customized/sitecustomize.py").write_text(WITHOUT_OPENSSL)
@@ -85,6 +85,15 @@ class Bench:
             configuration=configuration,
             STATE_DIRECTORY=str(self.home),
         )
+
+    def deliver(self) -> float:
+        """Send the kernel events to the daemon; return the time just before."""
+        begin = time.monotonic()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as kernel:
+            for message in self.uevents:
+                kernel.sendto(message, str(self.home / "uevents"))
+        self.uevents.clear()
+        return begin
 
     def floor(self) -> Service:
         command = [sys.executable, "-m", "tests.floor", str(self.bare_directory)]
@@ -116,6 +125,11 @@ def cpu_seconds(pid: int) -> float:
 def loop_seconds(pid: int) -> float:
     """Return the CPU time of a process's first thread, on which its loop runs, in seconds."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def resident(pid: int) -> float:
+    """Return the MB of a process in memory, as the kernel counts them."""
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
 
 
 @contextlib.asynccontextmanager
@@ -180,7 +194,7 @@ async def at_rest(bench: Bench) -> list[Row]:
         await pass_by(90)
         spent = time.monotonic() - begin
         ours, bare = ((cpu_seconds(p) - b) / spent * 100 for p, b in zip(pids, before, strict=True))
-        held, least = (footprint(pid)[0] / 1024 for pid in pids)
+        held, least = map(resident, pids)
 
     return [
         Row("memory: RSS", [held], [least], 40, "median", "MB"),
@@ -233,7 +247,7 @@ async def changes(
         for operation in (chip.vanish, chip.come_back):
             await asyncio.sleep(quiet)
             operation()
-            begin = bench.kernel.deliver()
+            begin = bench.deliver()
             await kubelet.wait_for(
                 lambda: (chip.bdf in kubelet.healthy(RESOURCE)) is chip.present  # noqa: B023
             )
@@ -379,9 +393,9 @@ async def least_footprint(pid: int) -> tuple[float, int]:
     looks = []
     for _ in range(6):
         await asyncio.sleep(0.25)
-        looks.append(footprint(pid))
-    kilobytes, descriptors = map(min, zip(*looks, strict=True))
-    return kilobytes / 1024, descriptors
+        looks.append((resident(pid), len(os.listdir(f"/proc/{pid}/fd"))))
+    megabytes, descriptors = map(min, zip(*looks, strict=True))
+    return megabytes, int(descriptors)
 
 
 # -- the answer ------------------------------------------------------------------------------------

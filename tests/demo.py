@@ -28,7 +28,6 @@ from tests.world.processes import (
     Service,
     on_terminal,
     run,
-    within,
     workspace,
 )  # fmt: skip
 
@@ -302,8 +301,8 @@ async def demo(pyz: Path | None) -> int:
             Node(installation, home / "galaxy", "galaxy-wormhole"),
         )
         try:
-            await within(10 * PATIENCE, "the demo hangs", play(*nodes))
-        except (AssertionError, TimeoutError, AdmissionError, OSError) as error:
+            await asyncio.wait_for(play(*nodes), 10 * PATIENCE)
+        except (AssertionError, asyncio.TimeoutError, AdmissionError, OSError) as error:
             say(f"\nFAILED in step {len(steps)} ({''.join(steps[-1:])}): {error}")
             for node in nodes:
                 if node.daemon:

@@ -60,14 +60,6 @@ def wait_until(
     return value
 
 
-async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `doing`, or raise Broken if there is none by then."""
-    try:
-        return await asyncio.wait_for(doing, seconds)
-    except asyncio.TimeoutError:
-        raise Broken(f"{otherwise}: not within {seconds:g} s") from None
-
-
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Return the exit status of `main`; 130 if a signal ended it, by cancelling it."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -375,32 +367,3 @@ def outlets(home: Path) -> dict[str, str]:
 
 def outlet_flags(home: Path) -> list[str]:
     return [f"--{key.replace('_', '-')}={path}" for key, path in outlets(home).items()]
-
-
-class Kernel:
-    """Keeps the uevents of a simulated node until they are delivered to the daemon's socket."""
-
-    def __init__(self, node: SimulatedNode, path: Path) -> None:
-        self._path = path
-        self._waiting: list[bytes] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        node.on_uevent = self._waiting.append
-
-    def deliver(self) -> float:
-        """Send the waiting events; returns the time just before."""
-        messages = [*self._waiting]
-        self._waiting.clear()
-        begin = time.monotonic()
-        for message in messages:
-            self._socket.sendto(message, str(self._path))
-        return begin
-
-
-# -- the cost of a process ------------------------------------------------------------------------
-
-
-def footprint(pid: int) -> tuple[int, int]:
-    """Return the kB that are resident, as the kernel counts them, and the number of descriptors."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = status.partition("VmRSS:")[2].split()[0]
-    return int(resident), len(os.listdir(f"/proc/{pid}/fd"))
