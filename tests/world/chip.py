@@ -382,7 +382,7 @@ class Chip:
         node.step()
 
         if node.version >= PROC_SINCE:
-            self.pids.parent.mkdir()
+            self.pids.parent.mkdir(parents=True)
             put(self.pids, b"")
 
         # devtmpfs makes the device file 0600, before the event of which udev makes it 0666.

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from tests.world.captures import capture
 from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
-from tests.world.chip import PROC_SINCE, Chip, dead_value, in_steps
+from tests.world.chip import Chip, dead_value, in_steps
 from tests.world.tree import put, put_control, remove
 
 __all__ = ["CARDS", "Chip", "SimulatedNode", "Ticker", "dead_value", "wire"]
@@ -80,7 +80,7 @@ class SimulatedNode:
         self._driver = driver
         self._numbers = numbers
 
-        for path in ("sys/bus/pci/devices", "sys/devices", "dev", "proc/driver"):
+        for path in ("sys/bus/pci/devices", "sys/devices", "dev", "proc"):
             (root / path).mkdir(parents=True)
         if links:  # udevd runs, with our rule
             (root / "run/udev").mkdir(parents=True)
@@ -190,9 +190,6 @@ class SimulatedNode:
         module.mkdir(parents=True)
         put(module / "version", self._driver)
         (self.root / "sys/class/tenstorrent").mkdir(parents=True)
-        if self.version >= PROC_SINCE:
-            (self.root / "proc/driver/tenstorrent").mkdir()
-
         driver.mkdir(parents=True)
         for name in ("bind", "unbind"):
             put_control(driver / name)
