@@ -117,7 +117,7 @@ class Service:
             known = ("tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver")
             identity = ttdp.Identity(*(card.telemetry.get(name) for name in known))
             chip = chip._replace(identity=identity, vitals=ttdp.Vitals(silent_since=-math.inf))
-        if chip.is_present and (reading := ttdp.read_chip(self._settings, function, is_poll=False)):
+        if chip.is_present and (reading := ttdp.read_chip(self._settings, function, is_poll=True)):
             chip = chip.read(reading, None)
 
         kind = "stalled" if card.frozen else self.faults.get(card.bdf)
