@@ -101,7 +101,8 @@ class Node:
         pods_come = ADMITS_AFTER if plugin_is_pod else PATIENCE
         self.kubelet = Kubelet(home / "dp", host=self.machine, pods_come=pods_come)
         if plugin_is_pod:
-            self.kubelet.pods.get_or_add(PLUGIN).containers["main"] = Container("main")
+            pod = self.kubelet.pods.get_or_add(PLUGIN)
+            pod.containers["main"] = Container("main")
 
         self._installation = installation
         self._interval = interval
