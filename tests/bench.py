@@ -179,22 +179,19 @@ async def start_to_ready(bench: Bench) -> list[Row]:
 
 async def at_rest(bench: Bench) -> list[Row]:
     """Memory and CPU of both at the same time, with polls every 5 s and a stream each."""
+    with Ticker(bench.node, 2.0):
+        async with bench.both(5.0) as pairs:
+            pids = [child.pid for child, _ in pairs]
+            await asyncio.sleep(SETTLING)
 
-    async def pass_by(seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            bench.node.tick()  # the firmware lives
-            await asyncio.sleep(min(left, 2.0))
-
-    async with bench.both(5.0) as pairs:
-        pids = [child.pid for child, _ in pairs]
-        await pass_by(SETTLING)
-
-        begin, before = time.monotonic(), [cpu_seconds(pid) for pid in pids]
-        await pass_by(90)
-        spent = time.monotonic() - begin
-        ours, bare = ((cpu_seconds(p) - b) / spent * 100 for p, b in zip(pids, before, strict=True))
-        held, least = map(resident, pids)
+            begin, before = time.monotonic(), [cpu_seconds(pid) for pid in pids]
+            await asyncio.sleep(90)
+            spent = time.monotonic() - begin
+            ours, bare = (
+                (cpu_seconds(pid) - seconds) / spent * 100
+                for pid, seconds in zip(pids, before, strict=True)
+            )
+            held, least = map(resident, pids)
 
     return [
         Row("memory: RSS", [held], [least], 40, "median", "MB"),
