@@ -33,13 +33,13 @@ e2e-newcomer: $(VENV)/ready
 	@$(PYTEST) -vv tests/e2e/test_newcomer.py
 
 bench: $(VENV)/ready  ## measure latencies and costs, beside a bare gRPC server
-	@$(PY) -m tests.bench --json dist/bench.json
+	@$(PY) -m tests.bench
 
 fuzz: $(VENV)/ready
 	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 soak: $(VENV)/ready
-	@$(PY) -m tests.soak
+	@$(PY) -m tests.bench soak
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -66,7 +66,7 @@ Helpers:
     world/book.py      a book of holds, with a checkpoint, cgroups and a clock
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/conftest.py    the map of e2e: nodes with a real kubelet, booted Debians, guests
-    bench.py, soak.py  costs and leaks; demo.py: what make demo shows
+    bench.py           costs and leaks; demo.py: what make demo shows
 
 A test of the daemon in this process begins like this one. It waits for a condition, with
 kubelet.wait_for(), or until() of world/processes.py, and never sleeps.

@@ -17,6 +17,7 @@ import time
 from itertools import zip_longest
 from pathlib import Path
 
+from tests.world.cards import bus_of
 from tests.world.controls import Controls
 from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import SimulatedNode, Ticker
@@ -27,7 +28,6 @@ from tests.world.processes import (
     Service,
     on_terminal,
     run,
-    within,
     workspace,
 )  # fmt: skip
 
@@ -109,7 +109,6 @@ class Node:
         self._plugin_is_pod = plugin_is_pod
         self._processes = contextlib.AsyncExitStack()
         self._booted = 0.0
-        self._ready: Rows = []
 
     async def boot(self, resource: str) -> None:
         """Start kubelet and daemon, and wait until the kubelet has a list of the resource.
@@ -120,18 +119,13 @@ class Node:
         if self._plugin_is_pod:
             await self.kubelet.start()
             await self.kubelet.running(PLUGIN, "main")
-            await self._start_daemon()
-        else:
-            daemon = await self._start_daemon()
-            self._ready = [(daemon.started + await daemon.ready(), "plugin is ready")]
-            await self.kubelet.start()
-        await self.kubelet.registered(resource)
-
-    async def _start_daemon(self) -> Service:
         place = (self.machine, self.kubelet.directory)
         daemon = self._installation.daemon(*place, interval=self._interval)
         self.daemon = await self._processes.enter_async_context(daemon)
-        return daemon
+        if not self._plugin_is_pod:
+            await daemon.note("READY=1")
+            await self.kubelet.start()
+        await self.kubelet.registered(resource)
 
     async def shut_down(self) -> None:
         await self.kubelet.power_cut()
@@ -144,12 +138,13 @@ class Node:
 
     def boot_log(self) -> list[str]:
         """Return what has happened since the boot, with the seconds since then."""
-        rows = [*self._ready, (self.events("started")[0].at, "kubelet starts")]
+        rows = [(self.events("started")[0].at, "kubelet starts")]
         rows.append((self.events("list")[0].at, "plugin is registered"))
+        if self.daemon and not self._plugin_is_pod:
+            rows += [(note.at, "plugin is ready") for note in self.daemon.notes[:1]]
         for event in [*self.events("running"), *self.events("rejected")]:
-            rows.append(
-                (event.at, f"{event.fields['pod']}  {event.fields.get('reason', 'Running')}")
-            )
+            text = f"{event.fields['pod']}  {event.fields.get('reason', 'Running')}"
+            rows.append((event.at, text))
         return timeline(self._booted, rows)
 
     def device_of(self, pod: str) -> str:
@@ -285,10 +280,6 @@ async def neighbours(node: Node) -> None:
     why("each pod has linked neighbours, and three trays stay whole. A kubelet alone takes any.")
 
 
-def bus_of(bdf: str) -> int:
-    return int(bdf.split(":")[1], 16)
-
-
 async def play(late: Node, ours: Node, galaxy: Node) -> None:
     """Play all steps. It is a failure, too, if a plugin or pod breaks a rule of the kubelet."""
     with Ticker(ours.machine):
@@ -311,8 +302,8 @@ async def demo(pyz: Path | None) -> int:
             Node(installation, home / "galaxy", "galaxy-wormhole"),
         )
         try:
-            await within(10 * PATIENCE, "the demo hangs", play(*nodes))
-        except (AssertionError, TimeoutError, AdmissionError, OSError) as error:
+            await asyncio.wait_for(play(*nodes), 10 * PATIENCE)
+        except (AssertionError, asyncio.TimeoutError, AdmissionError, OSError) as error:
             say(f"\nFAILED in step {len(steps)} ({''.join(steps[-1:])}): {error}")
             for node in nodes:
                 if node.daemon:

@@ -1,4 +1,4 @@
-"""The kinds of cards, and what their drivers and the platform make of them: tables only."""
+"""The kinds of cards, and what their drivers make of them: tables only."""
 
 from __future__ import annotations
 
@@ -31,14 +31,6 @@ class Card(NamedTuple):
     arch: str
     functions: int = 1
 
-    @property
-    def is_galaxy(self) -> bool:
-        return self.functions == len(GALAXY_BUSES)
-
-
-# A machine has one Galaxy, whose chips are always on these buses: a tray in the high nibble, a
-# position in the low one. In the order in which the captured machine enumerated its root buses.
-GALAXY_BUSES = [tray << 4 | chip for tray in (0x0, 0xC, 0x8, 0x4) for chip in range(1, 9)]
 
 CARDS = {
     "n300": Card(0x14, "wormhole"),
@@ -56,25 +48,9 @@ CARDS = {
 }
 NAMES = {card.code: name for name, card in CARDS.items()}
 
-
-class Place(NamedTuple):
-    """Where a function of a card is plugged in."""
-
-    bdf: str
-    board: int  # the functions of one board share its serial
-    numa_node: int = -1
-
-    @property
-    def path(self) -> str:
-        """The function's path: below a root bus for every 16 buses, a root port for each card."""
-        domain, bus = self.bdf.split(":")[0], bus_of(self.bdf)
-        root = max(bus - 1, 0) & 0xF0
-        port = bus - root + (1 if root == 0 else -1)  # the first two slots of bus 0 are taken
-        return f"pci{domain}:{root:02x}/{domain}:{root:02x}:{port:02x}.0/{self.bdf}"
-
-
-# A tray is a board, with a serial of its own, and two trays are on each socket.
-GALAXY = [Place(f"0000:{bus:02x}:00.0", bus >> 4, int(bus >= 0x80)) for bus in GALAXY_BUSES]
+# A machine has one Galaxy, whose chips are always on these buses: a tray in the high nibble, a
+# position in the low one. In the order in which the captured machine enumerated its root buses.
+GALAXY_BUSES = [tray << 4 | chip for tray in (0x0, 0xC, 0x8, 0x4) for chip in range(1, 9)]
 
 
 def bus_of(bdf: str) -> int:

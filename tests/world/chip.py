@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tests.world.captures import CONFIG_BYTES, PCI_ATTRIBUTES, SENSOR
-from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, CARDS, NAMES, bus_of
-from tests.world.tree import link, put, put_errno, remove, remove_empty, replace
+from tests.world.captures import SENSOR
+from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, NAMES, bus_of
+from tests.world.tree import link, put, put_errno, remove, replace
 
 if TYPE_CHECKING:
     from tests.world.node import SimulatedNode
 
 ALL_ONES = "4294967295"
-PROC_SINCE, CHANGE_SINCE = (2, 5), (2, 6)  # releases of the driver
+PROC_SINCE = (2, 5)  # release of the driver
+NOT_KEPT = "(null)"  # driver_override of a function that any driver may have
 
-Condition = Literal["healthy", "dead", "off-bus", "resetting"]
+Condition = Literal["healthy", "dead", "resetting"]
 T = TypeVar("T")
 
 
@@ -80,11 +81,12 @@ class Chip:
     sensors: dict[str, str]  # hwmon
     firmware: bool = True  # ready when the driver looks
     condition: Condition = "healthy"
-    frozen: bool = False
+    frozen: bool = False  # the firmware has stopped: the heartbeat, and nothing else
     present: bool = False  # on the PCI bus
     ordinal: int | None = None  # N of /dev/tenstorrent/N while the driver is bound
     hwmon: int | None = None  # while the driver shows telemetry
     driver: str = ""  # the bound one: "tenstorrent", or another such as "vfio-pci"
+    has_reported: bool = False  # telemetry, at any time
     overridden: set[str] = field(default_factory=set)  # attributes that a test has set
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class Chip:
         self.lock = self.node.lock
 
         self.directory = root / "sys/devices" / self.path
+        self.on_bus = root / "sys/bus/pci/devices" / self.bdf
         # The link to the device file that our package's udev rule makes.
         self.by_pci = root / "dev/tenstorrent/by-pci" / self.bdf
 
@@ -114,31 +117,23 @@ class Chip:
         """The directory of the class device."""
         return self.directory / f"tenstorrent/tenstorrent!{self.ordinal}"
 
-    @property
-    def hwmon_directory(self) -> Path:
-        """The directory of the sensors."""
-        return self.directory / f"hwmon/hwmon{self.hwmon}"
-
     # Attributes
 
     def attribute(self, name: str) -> Path:
         """Return the path of an attribute: PCI's, tt_*, a sensor, or `dev`."""
-        if name in PCI_ATTRIBUTES and name != "uevent":
+        if name in self.pci:
             return self.directory / name
 
         is_sensor = SENSOR.fullmatch(name)
         if self.ordinal is None or (is_sensor and self.hwmon is None):
             raise LookupError(f"{self.bdf} has no {name} now")
-        return (self.hwmon_directory if is_sensor else self.class_directory) / name
+        hwmon = self.directory / f"hwmon/hwmon{self.hwmon}"
+        return (hwmon if is_sensor else self.class_directory) / name
 
-    def _content(self, name: str) -> str | bytes | None:
+    def _content(self, name: str) -> str | None:
         """Return an attribute's content in the chip's present condition; None: ENODATA."""
-        # The PCI core has read the IDs at the plug; only these two ask the device again.
-        is_off_bus = self.condition in ("off-bus", "resetting")
-        if name == "config":
-            return b"\xff" * CONFIG_BYTES if is_off_bus else bytes.fromhex(self.pci[name])
         if name in self.pci:
-            return "Unknown" if is_off_bus and name == "current_link_speed" else self.pci[name]
+            return self.pci[name]
 
         value = (self.sensors if SENSOR.fullmatch(name) else self.telemetry)[name]
         if self.condition == "healthy" or name == "name" or name.endswith("_label"):
@@ -154,10 +149,7 @@ class Chip:
                 put_errno(self.attribute(name), "ENODATA")
             else:
                 put(self.attribute(name), content)
-
-    def _show_uevent(self) -> None:
-        lines = ({"DRIVER": self.driver} if self.driver else {}) | self._environment()
-        put(self.directory / "uevent", "\n".join(f"{k}={v}" for k, v in lines.items()))
+            self.node.step()
 
     def fail(self, attribute: str, error: str = "EIO") -> None:
         """Let reads of an attribute fail, until `restore` or an operation that writes it."""
@@ -190,13 +182,12 @@ class Chip:
     # The firmware
 
     def beat(self) -> None:
-        """Advance the heartbeat, if it can: not a dead, resetting or blocked chip's."""
-        is_shown = self.hwmon is not None and "tt_heartbeat" in self.telemetry
-        if is_shown and self.condition == "healthy" and "tt_heartbeat" not in self.overridden:
+        """Advance the heartbeat, if it can: not a stopped, dead, resetting or blocked chip's."""
+        is_living = self.condition == "healthy" and not self.frozen and self.hwmon is not None
+        if is_living and "tt_heartbeat" in self.telemetry.keys() - self.overridden:
             self._count("tt_heartbeat")
 
     def freeze(self) -> None:
-        """Stop the firmware: the ticker leaves the heartbeat alone, all else is as before."""
         self.frozen = True
 
     def thaw(self) -> None:
@@ -217,9 +208,9 @@ class Chip:
         if self.hwmon is not None:
             self.show(name)
 
-    def die(self, bus: bool = False) -> None:
-        """Let every register read all ones, without error or event; with `bus`, `config`, too."""
-        self._become("off-bus" if bus else "dead")
+    def die(self) -> None:
+        """Let every register read all ones, without error or event."""
+        self._become("dead")
 
     def revive(self) -> None:
         """Let the chip answer again; if it was dead at probe, that is as late as `speak`."""
@@ -237,8 +228,6 @@ class Chip:
 
     def _become(self, condition: Condition) -> None:
         self.condition = condition
-        if self.present:
-            self.show("current_link_speed", "config")
         if self.hwmon is not None:
             self.show(*self.telemetry, *self.sensors)
         if condition == "healthy":
@@ -266,29 +255,20 @@ class Chip:
         """Let the PCI core find the function."""
         self.present = True
         self.directory.mkdir(parents=True)
-        for name in PCI_ATTRIBUTES:
-            self._show_uevent() if name == "uevent" else self.show(name)
-            self.node.step()
+        self.show(*self.pci)
         link(self.directory / "subsystem", self.node.root / "sys/bus/pci")
-        link(self.node.root / "sys/bus/pci/devices" / self.bdf, self.directory)
+        link(self.on_bus, self.directory)
         self.node.step()
-
-        self._emit_pci("add")
+        self._emit("add")
 
     def vanish(self) -> None:
         """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
         if not self.present:
             return
         self.unbind()
-
-        for name in PCI_ATTRIBUTES:
-            remove(self.directory / name)
-            self.node.step()
-        remove(self.node.root / "sys/bus/pci/devices" / self.bdf)
-        remove(self.directory)
+        self._hide(*map(self.attribute, self.pci), self.on_bus, self.directory)
         self.present = False
-
-        self._emit_pci("remove")
+        self._emit("remove")
         self.node.step()
 
     def come_back(self, ordinal: int | None = None) -> None:
@@ -298,7 +278,7 @@ class Chip:
         self.condition = "healthy"
         if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
             self._count("tt_heartbeat")
-        self.pci["driver_override"] = "(null)"
+        self.pci["driver_override"] = NOT_KEPT
 
         self.node.chips.remove(self)
         self.node.chips.append(self)
@@ -310,7 +290,7 @@ class Chip:
     @property
     def can_be_bound(self) -> bool:
         """Whether our driver, if it is loaded, could take the chip now."""
-        is_kept = self.pci["driver_override"] not in ("(null)", "tenstorrent")
+        is_kept = self.pci["driver_override"] not in (NOT_KEPT, "tenstorrent")
         return self.present and not is_kept and not self.driver
 
     def bind(self, ordinal: int | None = None) -> None:
@@ -319,7 +299,7 @@ class Chip:
             raise ValueError(f"{self.bdf} cannot be bound")
         self.probe(ordinal)
 
-    def probe(self, ordinal: int | None = None, hwmon: int | None = None) -> None:
+    def probe(self, ordinal: int | None = None) -> None:
         """Let the driver take the chip, if it is loaded and can have it.
 
         Device file and class directory come first, telemetry next if the firmware is ready.
@@ -329,35 +309,27 @@ class Chip:
         if self.condition == "resetting":  # a new probe looks at the chip again
             self.condition = "healthy"
         others = {each.ordinal for each in self.node.chips}
-        self.ordinal = self._free_ordinal(others) if ordinal is None else ordinal
-        if self.ordinal in others:
-            raise ValueError(f"ordinal {self.ordinal} is in use")
+        number = self._free_ordinal(others) if ordinal is None else ordinal
+        if number in others:
+            raise ValueError(f"ordinal {number} is in use")
 
-        self.node.bound.append(self)
+        self.ordinal = number
         self._link_driver("tenstorrent")
-        is_ready = self.firmware and self.condition == "healthy"
         self._show_class()
-        if is_ready:
-            self._show_telemetry(hwmon)
-        self._emit_pci("bind", DRIVER="tenstorrent")
+        if self.firmware and self.condition == "healthy":
+            self._show_telemetry()
+        self._emit("bind")
 
     def unbind(self) -> None:
         """Unbind the driver; the function stays on the bus."""
         if not self.driver:
             return
-        remove(self.directory / "driver")
-        remove(self.node.root / "sys/bus/pci/drivers" / self.driver / self.bdf)
-        self.node.step()
-
+        self._hide(self.directory / "driver", self._driver_directory / self.bdf)
         if self.ordinal is not None:
-            self._hide_hwmon()
             self._hide_class()
-            self.node.bound.remove(self)
         self.ordinal = self.hwmon = None
-
         self.driver = ""
-        self._show_uevent()
-        self._emit_pci("unbind", "MODALIAS")
+        self._emit("unbind")
         self.node.step()
 
     def rebind(self) -> None:
@@ -376,18 +348,20 @@ class Chip:
         self.unbind()
         self.keep_for(driver)
         self._link_driver(driver)
-        self._emit_pci("bind", DRIVER=driver)
+        self._emit("bind")
+
+    @property
+    def _driver_directory(self) -> Path:
+        return self.node.root / "sys/bus/pci/drivers" / self.driver
 
     def _link_driver(self, name: str) -> None:
         self.driver = name
-        driver = self.node.root / "sys/bus/pci/drivers" / name
-        link(self.directory / "driver", driver)
-        link(driver / self.bdf, self.directory)
-        self._show_uevent()
+        link(self.directory / "driver", self._driver_directory)
+        link(self._driver_directory / self.bdf, self.directory)
 
     def _free_ordinal(self, used: set[int | None]) -> int:
-        card = NAMES.get(int(self.pci["subsystem_device"], 16))
-        if card and CARDS[card].is_galaxy:
+        card = NAMES.get(int(self.pci["subsystem_device"], 16), "")
+        if card.startswith("galaxy"):
             bus = bus_of(self.bdf)
             tray, position = ARCHITECTURES[self.arch].trays.get(bus >> 4), bus & 15
             # In a virtual machine, a Galaxy's chips have buses that say nothing of trays.
@@ -400,8 +374,6 @@ class Chip:
         node, entry = self.node, self.class_directory
         major, minor = node.number_of(self.ordinal)
         entry.mkdir(parents=True)
-        name = f"DEVNAME=tenstorrent/{self.ordinal}"
-        put(entry / "uevent", f"MAJOR={major}\nMINOR={minor}\n{name}")
         link(entry / "device", self.directory)
         link(entry / "subsystem", node.root / "sys/class/tenstorrent")
         link(node.root / "sys/class/tenstorrent" / entry.name, entry)
@@ -410,7 +382,7 @@ class Chip:
         node.step()
 
         if node.version >= PROC_SINCE:
-            self.pids.parent.mkdir()
+            self.pids.parent.mkdir(parents=True)
             put(self.pids, b"")
 
         # devtmpfs makes the device file 0600, before the event of which udev makes it 0666.
@@ -421,112 +393,50 @@ class Chip:
             os.mknod(self.device_node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         node.step()
 
-        self._emit_class("add")
+        self._emit("add", of_class=True)
         if not node.is_linked:
             self.device_node.chmod(0o666)
-        self._make_link("by-pci")
+        if node.has_rule:
+            remove(self.by_pci)
+            link(self.by_pci, self.device_node)
         node.step()
 
     def _hide_class(self) -> None:
         entry = self.class_directory
-        remove(self.pids.parent)
-        remove(self.device_node)
-        remove_empty(self.device_node.parent)
-        self.node.step()
-
+        class_link = self.node.root / "sys/class/tenstorrent" / entry.name
         # device_del(): the links that lead to it and away from it go before its attributes.
-        links = [entry / "dev", entry / "device", entry / "subsystem"]
-        links.append(self.node.root / "sys/class/tenstorrent" / entry.name)
-        for gone in [*links, *sorted({*entry.iterdir()} - {*links})]:
-            remove(gone)
+        first = [entry / "dev", entry / "device", entry / "subsystem"]
+        self._hide(self.directory / "hwmon", self.pids.parent, self.device_node, *first, class_link)
+        self._hide(*sorted(entry.iterdir()), entry.parent)
+        self._emit("remove", of_class=True)
+
+        # udev comes after the event: the link can lead to another's device file already.
+        if self.by_pci.is_symlink() and self.by_pci.readlink().name == str(self.ordinal):
+            remove(self.by_pci)
+
+    def _show_telemetry(self) -> None:
+        """Make hwmon and tt_*, then send `change` (drivers before 2.6 do not)."""
+        self.has_reported = True
+        self.hwmon = lowest_free(each.hwmon for each in self.node.chips)
+        (self.directory / f"hwmon/hwmon{self.hwmon}").mkdir(parents=True)
+        self.show(*self.sensors, *self.telemetry)
+        self._emit("change", of_class=True)
+
+    def _hide(self, *paths: Path) -> None:
+        for path in paths:
+            remove(path)
             self.node.step()
-        remove(entry.parent)
 
-        self._emit_class("remove")
-        self._remove_links()
-
-    def _show_telemetry(self, hwmon: int | None = None) -> None:
-        """Make hwmon and tt_*, send `change`, then let udev make the by-id link."""
-        self._show_hwmon(hwmon)
-        for name in self.telemetry:
-            self.show(name)
-            self.node.step()
-
-        if self.node.version >= CHANGE_SINCE:
-            self._emit_class("change")
-            self._make_link("by-id")
-
-    def _show_hwmon(self, number: int | None) -> None:
-        free = lowest_free(each.hwmon for each in self.node.chips)
-        self.hwmon = free if number is None else number
-        hwmon = self.hwmon_directory
-        hwmon.mkdir(parents=True)
-        link(hwmon / "device", self.directory)
-        link(hwmon / "subsystem", self.node.root / "sys/class/hwmon")
-        put(hwmon / "uevent", "")
-        self.show(*self.sensors)
-        link(self.node.root / "sys/class/hwmon" / hwmon.name, hwmon)
-        self._emit_hwmon("add")
-
-    def _hide_hwmon(self) -> None:
-        if self.hwmon is not None:
-            remove(self.node.root / "sys/class/hwmon" / self.hwmon_directory.name)
-            remove(self.hwmon_directory.parent)
-            self._emit_hwmon("remove")
-            self.node.step()
+    def _emit(self, action: str, *, of_class: bool = False) -> None:
+        """Send a kernel event about the PCI function, or about the class device."""
+        if of_class:
+            devpath = f"/devices/{self.path}/tenstorrent/{self.class_directory.name}"
+            self.node.emit(action, devpath, SUBSYSTEM="tenstorrent")
+        else:
+            pci_id = f"{self.pci['vendor'][2:]}:{self.pci['device'][2:]}".upper()
+            self.node.emit(action, f"/devices/{self.path}", SUBSYSTEM="pci", PCI_ID=pci_id)
 
     def set_pids(self, pids: Iterable[int | str]) -> None:
         """Set who has the device file open, if there is one; 0: of another namespace."""
         if self.ordinal is not None:
             put(self.pids, "\n".join(map(str, pids)))
-
-    # Kernel uevents
-
-    def _environment(self, *without: str) -> dict[str, str]:
-        """Return the variables of the PCI function."""
-        ids = {name: self.pci[name][2:].upper() for name in PCI_ATTRIBUTES[:5]}
-        environment = {
-            "PCI_CLASS": ids["class"].lstrip("0"),
-            "PCI_ID": f"{ids['vendor']}:{ids['device']}",
-            "PCI_SUBSYS_ID": f"{ids['subsystem_vendor']}:{ids['subsystem_device']}",
-            "PCI_SLOT_NAME": self.bdf,
-            "MODALIAS": self.pci["modalias"],
-        }
-        return {key: value for key, value in environment.items() if key not in without}
-
-    def _emit_pci(self, action: str, *without: str, **env: str) -> None:
-        env |= self._environment(*without)
-        self.node.emit(action, f"/devices/{self.path}", SUBSYSTEM="pci", **env)
-
-    def _emit_class(self, action: str) -> None:
-        major, minor = map(str, self.node.number_of(self.ordinal))
-        env = {"MAJOR": major, "MINOR": minor, "DEVNAME": f"tenstorrent/{self.ordinal}"}
-        devpath = f"/devices/{self.path}/tenstorrent/{self.class_directory.name}"
-        self.node.emit(action, devpath, SUBSYSTEM="tenstorrent", **env)
-
-    def _emit_hwmon(self, action: str) -> None:
-        devpath = f"/devices/{self.path}/hwmon/{self.hwmon_directory.name}"
-        self.node.emit(action, devpath, SUBSYSTEM="hwmon")
-
-    # udev, which comes after the kernel's event
-
-    def _links(self) -> dict[str, Path]:
-        """Return the chip's links in /dev/tenstorrent, by directory."""
-        links = {"by-pci": self.by_pci} if self.node.has_rule else {}
-        if "tt_asic_id" in self.telemetry and self.node.version >= CHANGE_SINCE:
-            name = f"{self.arch}-{self.telemetry['tt_asic_id']}"
-            links["by-id"] = self.node.root / "dev/tenstorrent/by-id" / name
-        return links
-
-    def _make_link(self, kind: str) -> None:
-        if path := self._links().get(kind):
-            remove(path)
-            link(path, self.device_node)
-
-    def _remove_links(self) -> None:
-        """Remove the chip's links, unless they lead to another's device file by now."""
-        for path in self._links().values():
-            if path.is_symlink() and path.readlink().name == str(self.ordinal):
-                remove(path)
-            remove_empty(path.parent)
-        remove_empty(self.node.root / "dev/tenstorrent")

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.world.node import Chip, SimulatedNode
+from tests.world.chip import NOT_KEPT
+from tests.world.node import SimulatedNode
 
 PROGRAM = """#!{python} -I
 import json, os, signal, socket, sys
@@ -33,12 +34,6 @@ print(text, end="")
 sys.exit(status)
 """
 ATTRIBUTES = ("drivers/tenstorrent/unbind", "drivers/tenstorrent/bind", "rescan")  # in their order
-
-
-def mend(chip: Chip) -> None:
-    """Do what a reset does to firmware that has stopped."""
-    chip.thaw()
-    chip.post_reset()
 
 
 class Controls:
@@ -57,7 +52,6 @@ class Controls:
         # What comes of it.
         self.finds: set[str] = set()  # addresses of the cards that a rescan finds
         self.version = "6.8.0"  # of tt-smi
-        self.reset: Callable[[Chip], object] = mend
         self.status = 0  # of tt-smi -r, and of modprobe, which does nothing then
         self.hangs = False  # tt-smi -r, until it is ended
         self.waiting = 0  # programs that hang at the moment
@@ -125,7 +119,7 @@ class Controls:
         while not self._is_ended.is_set():
             for attribute in ATTRIBUTES:
                 if attribute not in self.blocked:
-                    self._open(attribute)
+                    self._open(self.node.root / "sys/bus/pci" / attribute, attribute)
             descriptors = [descriptor for _, descriptor in self._fifos.values()]
             ready, _, _ = select.select(descriptors, [], [], 0.01)
             for attribute, (_, descriptor) in self._fifos.items():
@@ -134,24 +128,22 @@ class Controls:
                         self._write(attribute.rpartition("/")[2], text)
             self._rounds += 1
 
-    def _open(self, attribute: str) -> None:
+    def _open(self, path: Path, attribute: str) -> None:
         """Open a FIFO if it is a new one: they come and go with the driver."""
-        path = self.node.root / "sys/bus/pci" / attribute
+        known, descriptor = self._fifos.get(attribute, (0, -1))
         try:
-            inode = path.lstat().st_ino
-            known, descriptor = self._fifos.get(attribute, (0, -1))
-            if not path.is_fifo() or inode == known:
+            if not path.is_fifo() or path.stat().st_ino == known:
                 return
-            if descriptor >= 0:
-                os.close(descriptor)
-            self._fifos[attribute] = inode, os.open(path, os.O_RDWR | os.O_NONBLOCK)
+            opened = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         except FileNotFoundError:
             return
+        if descriptor >= 0:
+            os.close(descriptor)
+        self._fifos[attribute] = os.fstat(opened).st_ino, opened
 
     def _write(self, name: str, text: str) -> None:
-        call = f"{name} {text}"
-        self.calls.append(call)
-        self.before(call)
+        self.calls.append(f"{name} {text}")
+        self.before(self.calls[-1])
         if name == "rescan":
             for missing in [chip for chip in self.node.chips if not chip.present]:
                 if missing.bdf in self.finds:
@@ -160,7 +152,7 @@ class Controls:
 
         chip = self.node.chip(text)
         override = (chip.directory / "driver_override").read_text().strip()
-        chip.pci["driver_override"] = override or "(null)"
+        chip.pci["driver_override"] = override or NOT_KEPT
         if name == "unbind" and chip.driver == "tenstorrent":
             chip.unbind()
         if name == "bind" and chip.can_be_bound:
@@ -186,9 +178,10 @@ class Controls:
 
     def _run(self, name: str, *words: str) -> str:
         if name == "tt-smi":
-            chips = {str(chip.ordinal): chip for chip in self.node.chips}
-            if chip := chips.get(words[1].rpartition("/")[2]):
-                self.reset(chip)
+            for chip in self.node.chips:
+                if str(chip.ordinal) == words[1].rpartition("/")[2]:
+                    chip.thaw()
+                    chip.post_reset()
             return ""
         if self.status:
             return f"modprobe: FATAL: Module {words[0]} not found\n"

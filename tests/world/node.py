@@ -1,7 +1,7 @@
 """A simulated node: sysfs, /dev and /proc of a machine with Tenstorrent cards, as a tree.
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd)
-and udev show them: same names, links, formats, order of appearance and kernel uevents.
+and udev show them, as far as programs look at it: names, formats, order of appearance and events.
 tests.world.captures has the recordings that it is modelled on, tests.world.cards the kinds of
 cards, tests.world.chip what one chip shows and does.
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.world.captures import capture
-from tests.world.cards import ARCHITECTURES, CARDS, GALAXY, NAMES, Place, bus_of
-from tests.world.chip import PROC_SINCE, Chip, dead_value, in_steps
-from tests.world.tree import link, put, put_control, remove, remove_empty
+from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
+from tests.world.chip import Chip, dead_value, in_steps
+from tests.world.tree import put, put_control, remove
 
 __all__ = ["CARDS", "Chip", "SimulatedNode", "Ticker", "dead_value", "wire"]
 
@@ -35,6 +35,7 @@ BORROWED = {
     (1, 3): "/dev/null", (1, 5): "/dev/zero", (1, 7): "/dev/full", (1, 8): "/dev/random",
     (1, 9): "/dev/urandom",
 }  # fmt: skip
+NOT_SIMULATED = {"config", "local_cpulist", "modalias", "uevent"}  # attributes of captures
 
 
 def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
@@ -72,7 +73,6 @@ class SimulatedNode:
         self.is_linked = nodes == "link"
         self.has_rule = links
         self.chips: list[Chip] = []
-        self.bound: list[Chip] = []  # to our driver, in the order of their probes
         self.is_loaded = False
         self.on_uevent: Callable[[bytes], object] | None = None
         self.on_step: Callable[[], None] | None = None
@@ -80,10 +80,8 @@ class SimulatedNode:
         self._driver = driver
         self._numbers = numbers
 
-        for path in ("class/hwmon", "bus/pci/devices", "devices"):
-            (root / "sys" / path).mkdir(parents=True)
-        (root / "dev").mkdir()
-        (root / "proc/driver").mkdir(parents=True)
+        for path in ("sys/bus/pci/devices", "sys/devices", "dev", "proc"):
+            (root / path).mkdir(parents=True)
         if links:  # udevd runs, with our rule
             (root / "run/udev").mkdir(parents=True)
             (root / "run/udev/control").touch()
@@ -98,22 +96,13 @@ class SimulatedNode:
         facts = capture(name)
         node = cls(root, driver=facts["driver"], **options)
         for function in sorted(facts["functions"], key=lambda f: (f["hwmon"] or 0, f["ordinal"])):
-            chip = node._captured(function)
+            telemetry, sensors = _values(function)
+            pci = _simulated(function["pci"])
+            chip = Chip(node, function["path"], pci, telemetry, sensors, bool(telemetry))
             node.chips.append(chip)
             chip.plug()
-            chip.probe(function["ordinal"], function["hwmon"])
+            chip.probe(function["ordinal"])
         return node
-
-    def _captured(self, function: dict[str, Any]) -> Chip:
-        path, shown = function["path"], function.get("class", {})
-        if board := function.get("board"):  # no telemetry, or nothing at all, was shown
-            card = NAMES[int(board["ssid"], 16)]
-            chip = self._chip(card, path, board["serial"], board["asic_id"])
-            chip.pci |= function.get("pci", {})
-            chip.firmware = not shown
-            return chip
-
-        return Chip(self, path, dict(function["pci"]), *_values(function))
 
     def chip(self, name: str | int) -> Chip:
         """Return a chip by its BDF ("0000:01:00.0" or "01:00.0") or by its present ordinal."""
@@ -135,27 +124,27 @@ class SimulatedNode:
         *,
         bdf: str | None = None,
         numa_node: int | None = None,
-        serial: str | None = None,
-        asic_id: str | None = None,
         firmware: bool = True,
     ) -> list[Chip]:
         """Plug a card: its functions appear and are probed, with the events of a hot-plug.
 
-        `bdf` and `asic_id` are those of the first. The NUMA node is -1 by default, but
-        on a Galaxy 0 for the trays below bus 0x80 and 1 above. `firmware=False`: it is not ready.
+        `bdf` is that of the first. The NUMA node is -1 by default, but on a Galaxy 0 for the trays
+        below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
+        is_galaxy = card.startswith("galaxy")
         code, number = CARDS[card].code, len(self.chips) + 1
         added = []
-        for index, place in enumerate(self._places(card, bdf)):
-            own_serial = serial or f"000{code:04X}{511700100 + place.board}"
-            own_id = f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}"
-            if asic_id and not index:
-                own_id = asic_id
-            chip = self._chip(card, place.path, own_serial, own_id)
-
-            numa = place.numa_node if numa_node is None else numa_node
-            cpus = "0-1" if numa < 0 else str(numa)
-            chip.pci |= {"numa_node": str(numa), "local_cpulist": cpus}
+        for index, address in enumerate(self._addresses(card, bdf)):
+            # The functions of one board, such as a tray of a Galaxy, share its serial.
+            board = bus_of(address) >> 4 if is_galaxy else number
+            chip = self._chip(
+                card,
+                path=f"pci{address[:4]}:00/{address[:4]}:00:02.0/{address}",
+                serial=f"000{code:04X}{511700100 + board}",
+                asic_id=f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}",
+            )
+            usual = int(bus_of(address) >= 0x80) if is_galaxy else -1
+            chip.pci["numa_node"] = str(usual if numa_node is None else numa_node)
             chip.firmware = firmware
 
             self.chips.append(chip)
@@ -164,19 +153,20 @@ class SimulatedNode:
             added.append(chip)
         return added
 
-    def _places(self, card: str, bdf: str | None) -> list[Place]:
+    def _addresses(self, card: str, bdf: str | None) -> list[str]:
         """Return where a card's functions are: its own, or free buses behind `bdf`'s."""
-        places = GALAXY
-        if not CARDS[card].is_galaxy:
+        if card.startswith("galaxy"):
+            found = [f"0000:{bus:02x}:00.0" for bus in GALAXY_BUSES]
+        else:
             used = {bus_of(chip.bdf) for chip in self.chips}
             domain, first = (bdf or "0000:01").split(":")[:2]
             free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
-            addresses = [f"{domain}:{bus:02x}:00.0" for bus in free[: CARDS[card].functions]]
-            addresses[0] = bdf or addresses[0]
-            places = [Place(address, len(self.chips) + 1) for address in addresses]
-        if taken := {chip.bdf for chip in self.chips} & {place.bdf for place in places}:
+            found = [f"{domain}:{bus:02x}:00.0" for bus in free[: CARDS[card].functions]]
+            found[0] = bdf or found[0]
+
+        if taken := {chip.bdf for chip in self.chips} & {*found}:
             raise ValueError(f"{', '.join(taken)} is occupied")
-        return places
+        return found
 
     def _chip(self, card: str, path: str, serial: str, asic_id: str) -> Chip:
         """Return a chip of a card, with the values of the captured one of its architecture."""
@@ -184,15 +174,8 @@ class SimulatedNode:
         sample = capture("n150-p150a")["functions"][ARCHITECTURES[arch].sample]
         telemetry, sensors = _values(sample)
         identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
-
-        # The subsystem's device ID stands in three attributes.
-        config = sample["pci"]["config"]
-        own = {
-            "subsystem_device": f"0x{code:04x}",
-            "modalias": re.sub("sd0000....", f"sd0000{code:04X}", sample["pci"]["modalias"]),
-            "config": f"{config[:92]}{code:02x}00{config[96:]}",  # at 0x2e
-        }
-        return Chip(self, path, sample["pci"] | own, telemetry | identity, sensors)
+        pci = _simulated(sample["pci"]) | {"subsystem_device": f"0x{code:04x}"}
+        return Chip(self, path, pci, telemetry | identity, sensors)
 
     # The driver
 
@@ -204,33 +187,25 @@ class SimulatedNode:
 
         driver = self.root / "sys/bus/pci/drivers/tenstorrent"
         module = self.root / "sys/module/tenstorrent"
-        (module / "drivers").mkdir(parents=True)
+        module.mkdir(parents=True)
         put(module / "version", self._driver)
-        (self.root / "sys/class/tenstorrent").mkdir()
-        if self.version >= PROC_SINCE:
-            (self.root / "proc/driver/tenstorrent").mkdir()
-        self.emit("add", "/class/tenstorrent", SUBSYSTEM="class")
-
-        link(driver / "module", module)
+        (self.root / "sys/class/tenstorrent").mkdir(parents=True)
+        driver.mkdir(parents=True)
         for name in ("bind", "unbind"):
             put_control(driver / name)
-        link(module / "drivers/pci:tenstorrent", driver)
         for chip in self.chips if probe else ():
             chip.probe()
-        self.emit("add", "/bus/pci/drivers/tenstorrent", SUBSYSTEM="drivers")
         self.emit("add", "/module/tenstorrent", SUBSYSTEM="module")
 
     def unload_driver(self) -> None:
-        """Unload the driver: chips are released, the last bound first."""
-        for chip in reversed(list(self.bound)):
-            chip.unbind()
+        """Unload the driver: chips are released, the last found first."""
+        for chip in reversed(self.chips):
+            if chip.driver == "tenstorrent":
+                chip.unbind()
 
-        for directory in ("bus/pci/drivers", "class", "module"):
-            remove(self.root / "sys" / directory / "tenstorrent")
-            if directory == "class":
-                remove_empty(self.root / "proc/driver/tenstorrent")
-            subsystem = directory.rpartition("/")[2]
-            self.emit("remove", f"/{directory}/tenstorrent", SUBSYSTEM=subsystem)
+        for directory in ("sys/bus/pci/drivers", "sys/class", "sys/module", "proc/driver"):
+            remove(self.root / directory / "tenstorrent")
+        self.emit("remove", "/module/tenstorrent", SUBSYSTEM="module")
         self.is_loaded = False
 
     def swap_ordinals(self, a: str | int, b: str | int) -> None:
@@ -253,8 +228,7 @@ class SimulatedNode:
     def tick(self) -> None:
         """Advance the heartbeat of every chip whose firmware lives and is not frozen."""
         for chip in self.chips:
-            if not chip.frozen:
-                chip.beat()
+            chip.beat()
 
     def set_hugepages(self, count_1g: int) -> None:
         """Reserve 1 GiB pages, all free, and mount hugetlbfs twice, on the host's paths."""
@@ -270,57 +244,28 @@ class SimulatedNode:
         put(self.root / "proc/mounts", "\n".join(lines))
 
     def set_iommu(self, bdf: str, type: str = "DMA-FQ") -> None:
-        """Put a chip behind an IOMMU, in a group of its own; "identity" translates nothing."""
-        chip = self.chip(bdf)
-        group = self.root / f"sys/kernel/iommu_groups/{self.chips.index(chip)}"
-        remove(group)
-        remove(chip.directory / "iommu_group")
-
-        link(group / "devices" / chip.bdf, chip.directory)
+        """Put a chip behind an IOMMU; "identity" translates nothing."""
+        group = self.chip(bdf).directory / "iommu_group"
+        group.mkdir(exist_ok=True)
         put(group / "type", type)
-        link(chip.directory / "iommu_group", group)
-
-    # Processes
 
     def start_process(
         self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
     ) -> None:
-        """Show a process of this /proc/<pid>/cgroup that has opened device files.
+        """Show a process of this /proc/<pid>/cgroup, which has device files.
 
-        Each is named by its path (FileNotFoundError if it does not exist) or by a CDI name.
+        They are paths (FileNotFoundError if one does not exist) or CDI names.
         """
-        opened = [self._opened(node) for node in nodes]
+        for node in nodes:
+            if node.startswith("/"):
+                os.stat(node)
         process = self.root / f"proc/{pid}"
         process.mkdir()
         put(process / "comm", command)
         put(process / "cgroup", cgroup)
-        for opener in filter(None, opened):
-            opener.set_pids([*opener.pids.read_text().split(), pid])
 
     def end_process(self, pid: int) -> None:
-        """Remove a process: it has closed what it had open."""
         remove(self.root / f"proc/{pid}")
-        for chip in self.chips:
-            if chip.ordinal is not None:
-                chip.set_pids([p for p in chip.pids.read_text().split() if p != str(pid)])
-
-    def _opened(self, node: str) -> Chip | None:
-        """Return the chip that a path leads to, or that a CDI name stands for."""
-        for chip in self.chips:
-            if chip.bdf == node.rpartition("=")[2]:
-                return chip if chip.ordinal is not None else None
-
-        # A device file can be a link itself, to /dev/null: only udev's links are followed.
-        path = Path(node)
-        path.lstat()
-        while path.is_symlink() and path.parent.name.startswith("by-"):
-            path = Path(os.path.normpath(path.parent / path.readlink()))
-            path.lstat()
-
-        for chip in self.chips if path.parent.name == "tenstorrent" else ():
-            if str(chip.ordinal) == path.name:
-                return chip
-        return None
 
     # What its chips need
 
@@ -347,11 +292,14 @@ class SimulatedNode:
             self.on_step()
 
 
+def _simulated(attributes: dict[str, str]) -> dict[str, str]:
+    return {name: text for name, text in attributes.items() if name not in NOT_SIMULATED}
+
+
 def _values(function: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the telemetry and the sensors of a captured function."""
     telemetry = {k: v for k, v in function.get("class", {}).items() if k.startswith("tt_")}
-    sensors = {k: v for k, v in function["sensors"].items() if k != "uevent"}
-    return telemetry, sensors
+    return telemetry, _simulated(function.get("sensors", {}))
 
 
 class Ticker:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import pty
 import re
-import select
 import shutil
 import signal
 import socket
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,37 +60,17 @@ def wait_until(
     return value
 
 
-async def within(seconds: float, otherwise: str, doing: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `doing`, or raise Broken if there is none by then."""
-    task = asyncio.ensure_future(doing)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-    if not done:
-        raise Broken(f"{otherwise}: not within {seconds:g} s")
-    return task.result()
-
-
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Return the exit status of `main`; 130 if a signal ended it, by cancelling it."""
-
-    async def guarded() -> int:
-        task = asyncio.ensure_future(main)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return 130
-        except BrokenPipeError:  # the reader of stdout has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 1
-
-    return asyncio.run(guarded())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
 
 
 # -- place and environment -------------------------------------------------------------------------
@@ -151,31 +129,22 @@ def on_terminal(
 ) -> tuple[int, str]:
     """Run a program on a terminal, and type an answer whenever it ends its output with a question.
 
-    Returns its exit status, and all that is to be seen. Raises Broken if it does nothing for long.
+    Returns its exit status, and all that is to be seen.
     """
+    limited = ["timeout", "--foreground", f"{PATIENCE}", *command]
     terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        command, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
-    )
-    os.close(end)
-
-    shown = b""
-    try:
-        while True:
-            if not select.select([terminal], [], [], PATIENCE)[0]:
-                raise Broken(f"{command}: nothing for {PATIENCE:g} s after {shown.decode()}")
-            try:
+    with subprocess.Popen(
+        limited, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
+    ) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the program has ended
+            while True:
                 shown += os.read(terminal, 65536)
-            except OSError:  # EIO: the program has ended
-                break
-            if shown.endswith(question.encode()):
-                os.write(terminal, f"{answer}\n".encode())
-        status = process.wait(PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-    return status, shown.decode(errors="replace").replace("\r\n", "\n")
+                if shown.endswith(question.encode()):
+                    os.write(terminal, f"{answer}\n".encode())
+    os.close(terminal)
+    return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
 
 
 # -- services --------------------------------------------------------------------------------------
@@ -189,13 +158,11 @@ class Note(NamedTuple):
 class NotifySocket:
     """A service manager's end of $NOTIFY_SOCKET."""
 
-    def __init__(self, address: str | Path) -> None:
-        """Args: address: a path, or the name of an abstract socket behind "@"."""
-        self.address = str(address)
-        if not self.address.startswith("@"):
-            Path(address).unlink(missing_ok=True)
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(self.address.replace("@", "\0", 1))
+        self._socket.bind(self.address)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -215,21 +182,20 @@ class NotifySocket:
 class Service:
     """A program under a service manager that receives its notifications; it ends with the context.
 
-    The latest thousand of its lines on stderr and of its notifications are kept, with times.
+    Its lines on stderr and its notifications are kept, with times.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], notify: str | Path
+        self, command: Sequence[str], environment: Mapping[str, str], notify: Path
     ) -> None:
-        """Args: notify: the address of its NOTIFY_SOCKET, unless its environment has another."""
-        self.lines: deque[tuple[float, str]] = deque(maxlen=1000)
-        self.notes: deque[Note] = deque(maxlen=1000)
+        """Args: notify: the path of its NOTIFY_SOCKET."""
+        self.lines: list[tuple[float, str]] = []
+        self.notes: list[Note] = []
         self.started = 0.0
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
         self._notify = notify
-
-        self._new_notes: deque[Note] = deque(maxlen=1000)  # those after the last awaited one
+        self._awaited = 0  # notifications up to the last one that was waited for
         self._happened = asyncio.Event()
 
     async def __aenter__(self) -> Service:
@@ -260,17 +226,22 @@ class Service:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def said(self) -> list[str]:
+        return [line for _, line in self.lines]
+
+    @property
+    def heard(self) -> list[str]:
+        return [text for _, text in self.notes]
+
     def _notified(self) -> None:
-        notes = self._manager.receive()
-        self.notes.extend(notes)
-        self._new_notes.extend(notes)
+        self.notes += self._manager.receive()
         self._happened.set()
 
     async def _read(self) -> None:
         assert self._process.stderr
         while line := await self._process.stderr.readline():
-            text = line.decode(errors="replace").rstrip()
-            self.lines.append((time.monotonic(), text))
+            self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
             self._happened.set()
 
         # Its last notifications can come after its last line.
@@ -279,20 +250,17 @@ class Service:
 
     async def wait_for(self, found: Callable[[], T | None], what: str) -> T:
         """Return the first true value of `found`, called after each line and notification."""
-
-        async def wait() -> T:
-            while not (value := found()):
-                if self._reader.done():
-                    status = self._process.returncode
-                    raise Broken(f"{what}: the process ended with status {status}{self.latest()}")
-                self._happened.clear()
-                await self._happened.wait()
-            return value
-
-        try:
-            return await asyncio.wait_for(wait(), PATIENCE)
-        except asyncio.TimeoutError:
-            raise Broken(f"{what}: not within {PATIENCE:g} s{self.latest()}") from None
+        deadline = time.monotonic() + PATIENCE
+        while not (value := found()):
+            if self._reader.done():
+                status = self._process.returncode
+                raise Broken(f"{what}: the process ended with status {status}{self.latest()}")
+            self._happened.clear()
+            try:
+                await asyncio.wait_for(self._happened.wait(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                raise Broken(f"{what}: not within {PATIENCE:g} s{self.latest()}") from None
+        return value
 
     def latest(self) -> str:
         """Return its latest lines and notifications, to be appended to an error."""
@@ -303,8 +271,9 @@ class Service:
         """Return the next notification with a line that begins like this, and skip those before."""
 
         def found() -> Note | None:
-            while self._new_notes:
-                note = self._new_notes.popleft()
+            while self._awaited < len(self.notes):
+                note = self.notes[self._awaited]
+                self._awaited += 1
                 if any(line.startswith(wanted) for line in note.text.splitlines()):
                     return note
             return None
@@ -313,25 +282,13 @@ class Service:
 
     async def status(self, *words: str) -> str:
         """Return the present or a later STATUS that has all of these words."""
-        present = max((at for at, _ in self._statuses()), default=0.0)
 
         def found() -> str | None:
-            latest = (text for at, text in self._statuses() if at >= present)
-            return next((text for text in latest if all(word in text for word in words)), None)
+            lines = [line for text in self.heard for line in text.splitlines()]
+            *_, last = ["", *(line for line in lines if line.startswith("STATUS="))]
+            return last.removeprefix("STATUS=") if all(word in last for word in words) else None
 
         return await self.wait_for(found, f"no status with {words}")
-
-    def _statuses(self) -> Iterator[tuple[float, str]]:
-        for at, text in self.notes:
-            yield from ((at, line[7:]) for line in text.splitlines() if line.startswith("STATUS="))
-
-    @property
-    def said(self) -> list[str]:
-        return [line for _, line in self.lines]
-
-    @property
-    def heard(self) -> list[str]:
-        return [text for _, text in self.notes]
 
     async def ready(self) -> float:
         """Return the seconds from before the exec until READY=1."""
@@ -340,17 +297,13 @@ class Service:
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
-    async def ended(self, seconds: float = PATIENCE) -> int:
-        """Return the exit status, once the process has ended and all its output is read."""
+    async def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
+        """End it by a signal; return its exit status, once all its output is read."""
+        self.send(number)
         await asyncio.wait({self._reader}, timeout=seconds)
         if not self._reader.done() or self._process.returncode is None:
             raise Broken(f"no end within {seconds:g} s{self.latest()}")
         return self._process.returncode
-
-    async def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
-        """End it by a signal; return its exit status."""
-        self.send(number)
-        return await self.ended(seconds)
 
 
 # -- the daemon ------------------------------------------------------------------------------------
@@ -366,19 +319,10 @@ class Installation:
         own = {"PYTHONPYCACHEPREFIX": f"{self.home}/pyc", "SHIV_ROOT": f"{self.home}/shiv"}
         return environment(*python_path, **own, **more)
 
-    def command(
-        self, *arguments: str, uevents: Path | None = None
-    ) -> tuple[list[str], dict[str, str]]:
-        """Return command line and environment.
-
-        uevents: a socket that stands in for netlink's, only from source.
-        """
+    def command(self, *arguments: str) -> tuple[list[str], dict[str, str]]:
+        """Return command line and environment."""
         if self.pyz:
             return [sys.executable, str(self.pyz), *arguments], self.environment()
-        if uevents:
-            environ = self.environment(ROOT, TT_UEVENTS=str(uevents))
-            return [*SIMULATION, *arguments], environ
-
         program = "import sys, ttdp; sys.exit(ttdp.main())"
         return [sys.executable, "-c", program, *arguments], self.environment(ROOT)
 
@@ -395,6 +339,7 @@ class Installation:
         """Return the daemon on this node, for `async with`; `interval`: seconds between polls.
 
         The directory above the kubelet's is for its other files, its status socket among them.
+        uevents: a socket that stands in for netlink's, only from source.
         """
         home = directory.parent
         file = home / "daemon.toml"
@@ -402,10 +347,12 @@ class Installation:
         flags = [f"--config-file={file}", f"--device-plugin-dir={directory}", *node.flags]
         flags += outlet_flags(home)
 
-        command, environ = self.command("run", *flags, uevents=uevents)
-        environ |= {"RUNTIME_DIRECTORY": str(home), **variables}
+        command, environ = self.command("run", *flags)
         if uevents:
             uevents.unlink(missing_ok=True)
+            command = [*SIMULATION, "run", *flags]
+            environ["TT_UEVENTS"] = str(uevents)
+        environ |= {"RUNTIME_DIRECTORY": str(home), **variables}
         return Service(command, environ, home / "daemon.notify")
 
 
@@ -420,42 +367,3 @@ def outlets(home: Path) -> dict[str, str]:
 
 def outlet_flags(home: Path) -> list[str]:
     return [f"--{key.replace('_', '-')}={path}" for key, path in outlets(home).items()]
-
-
-class Kernel:
-    """Keeps the uevents of a simulated node until they are delivered to the daemon's socket."""
-
-    def __init__(self, node: SimulatedNode, path: Path) -> None:
-        self._path = path
-        self._waiting: list[bytes] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        node.on_uevent = self._waiting.append
-
-    def deliver(self) -> float:
-        """Send the waiting events; returns the time just before."""
-        messages = [*self._waiting]
-        self._waiting.clear()
-        begin = time.monotonic()
-        for message in messages:
-            self._socket.sendto(message, str(self._path))
-        return begin
-
-
-# -- the cost of a process ------------------------------------------------------------------------
-class Footprint(NamedTuple):
-    """The resources of a process at one moment."""
-
-    rss: int  # kB, as the kernel counts them
-    descriptors: int
-
-
-def footprint(pid: int) -> Footprint:
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = status.partition("VmRSS:")[2].split()[0]
-    return Footprint(int(resident), len(os.listdir(f"/proc/{pid}/fd")))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` % of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * percent // 100).__trunc__() - 1)]

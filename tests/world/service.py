@@ -1,49 +1,35 @@
-"""A stand-in for the daemon: answers on the status socket with its view of a simulated node.
+"""A stand-in for the daemon: answers on the status socket with a view of a simulated node.
 
-What commands print depends on this view and on sysfs alone, so their tests need no daemon. That the
-daemon's own view has the same form, tests/test_list.py shows.
+The view is made by the program's own functions, of chips that are looked at when it is asked for.
+Commands print what depends on it and on sysfs alone, so their tests need no daemon.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import calendar
+import contextlib
 import json
-import re
+import math
 import socketserver
-import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ttdp
 from tests.world.node import Chip, SimulatedNode
+from tests.world.simulation import kernel_errors
 
 JSON = dict[str, Any]
-SINCE = "2025-11-28T17:38:00Z"  # when each fault began
-TEXTS = {
-    "gone": "PCI device is gone",
-    "no_driver": "driver is not bound",
-    "node": "device file is missing",
-    "resetting": "resetting (no telemetry)",
-    "no_response": "chip does not respond (registers read as ones)",
-    "blocked": "telemetry read timed out",
+SINCE = calendar.timegm((2025, 11, 28, 17, 38, 0))  # when each fault began
+TEXTS = {  # of faults that a single look does not show
+    "blocked": ttdp.BLOCKED.text,
     "read_error": "telemetry cannot be read: tt_heartbeat: Input/output error",
     "stalled": "heartbeat stalled at 7 (firmware stopped)",
     "hot": "too hot: 95.0 °C, limit 90 °C; check the cooling",
     "tripped": "thermal trip; check the cooling",
-    "silent": "firmware reports no telemetry",
 }
-
-
-def has_device_file(chip: Chip) -> bool:
-    """Return whether a chip's device file is the one that sysfs names."""
-    try:
-        status = chip.device_node.stat()
-    except (LookupError, OSError):
-        return False
-    number = f"{status.st_rdev >> 8}:{status.st_rdev & 255}"
-    return stat.S_ISCHR(status.st_mode) and number == chip.attribute("dev").read_text().strip()
 
 
 class Service:
@@ -69,6 +55,7 @@ class Service:
             runtime_dir=str(directory),
             health=ttdp.HealthSettings(interval=0.1),
         )
+        self._errors = contextlib.ExitStack()
 
     def __enter__(self) -> Service:
         answer = self._answer
@@ -77,6 +64,7 @@ class Service:
             def handle(self) -> None:
                 self.request.sendall(answer())
 
+        self._errors.enter_context(kernel_errors())
         self._server = socketserver.ThreadingUnixStreamServer(str(self.path), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
@@ -84,6 +72,7 @@ class Service:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self.path.unlink(missing_ok=True)
+        self._errors.close()
 
     def stop(self) -> None:
         """Go away, as a daemon that was killed: the socket's file stays."""
@@ -96,83 +85,45 @@ class Service:
 
     def view(self) -> JSON:
         """Return the view of this moment."""
+        settings = replace(self._settings, exclude=tuple(self.excluded))
         with self.node.lock:
-            chips = sorted(self.node.chips, key=lambda chip: chip.bdf)
-            kinds = {chip.bdf: self._kind(chip) for chip in chips}
-            rows = [self._row(chip, kinds[chip.bdf]) for chip in chips]
+            driver = ttdp.driver_version(settings)
+            bus = ttdp.scan(settings, {}, driver_is_loaded=driver is not None)
+            chips = {card.bdf: self._chip(card, bus.get(card.bdf)) for card in self.node.chips}
 
-        settings = json.loads(json.dumps(dataclasses.asdict(self._settings))) | self.settings
-        return {
-            "program": "tt-device-plugin",
-            "version": ttdp.__version__,
-            "status": "",
-            "settings": settings,
-            "rejected": None,
-            "driver": ".".join(map(str, self.node.version)) if self.node.is_loaded else None,
-            "unsupported": [],
-            "chips": rows,
-            "resources": [],
-            "problems": [*self._faults(kinds), *self.problems],
-            **self.more,
-        }
+        decision = ttdp.decide(settings, chips, driver=driver)
+        faults = [problem for problem in ttdp.problems_of(decision) if problem.level == "FAIL"]
+        made = ttdp.view_of_node(
+            decision, {}, faults, status="", rejected=None, knows_pods=True, booted_at=SINCE
+        )
+        view: JSON = json.loads(json.dumps(made))
+        for row in view["chips"]:
+            row["pods"] = self.pods.get(row["bdf"], [])
+            if not chips[row["bdf"]].function.driver or chips[row["bdf"]].is_present:
+                row["processes"] = self.processes.get(row["bdf"], [])
+            row |= self.rows.get(row["bdf"], {})
+        view["settings"] |= self.settings
+        view["problems"] += self.problems
+        return view | self.more
 
-    def _kind(self, chip: Chip) -> str:
-        """Return the kind of a chip's fault; empty: none."""
-        if not chip.present:
-            return "gone"
-        if chip.driver != "tenstorrent":
-            return "no_driver"
-        if not has_device_file(chip):
-            return "node"
-        if chip.condition != "healthy":
-            return "resetting" if chip.condition == "resetting" else "no_response"
-        if chip.frozen:
-            return "stalled"
-        kind = self.faults.get(chip.bdf, "")
-        return "" if kind == "silent" and chip.hwmon is not None else kind
+    def _chip(self, card: Chip, function: ttdp.PciFunction | None) -> ttdp.Chip:
+        """Return a chip that was seen since boot, and is looked at once more."""
+        if function is None:
+            subsystem = int(card.pci["subsystem_device"], 16)
+            function = ttdp.PciFunction(card.bdf, card.arch, subsystem, on_bus=False)
 
-    def _row(self, chip: Chip, kind: str) -> JSON:
-        """Return a chip as `list --json` shows it."""
-        known = chip.telemetry if chip.firmware else {}
-        card = chip.telemetry["tt_card_type"]
-        board = re.sub(r"^([np]\d+)[a-z]$", r"\1", card)
-        is_live = chip.hwmon is not None and not kind
-        is_excluded = chip.bdf in self.excluded
-        numa = int(chip.pci["numa_node"])
-        row = {
-            "id": chip.bdf,
-            "index": chip.ordinal,
-            "path": str(chip.device_node) if has_device_file(chip) else None,
-            "bdf": chip.bdf,
-            "card": card,
-            "board": board,
-            "arch": chip.arch,
-            "serial": known.get("tt_serial"),
-            "asic_id": known.get("tt_asic_id"),
-            "numa_node": numa if numa >= 0 else None,
-            "firmware": known.get("tt_fw_bundle_ver"),
-            "temperature": int(chip.sensors["temp1_input"]) / 1000 if is_live else None,
-            "power": int(chip.sensors["power1_input"]) / 1e6 if is_live else None,
-            "healthy": None if is_excluded else not kind,
-            "reason": f"{TEXTS[kind]}; run: tt-device-plugin fix {chip.bdf}" if kind else None,
-            "withheld": None,
-            "resource": None if is_excluded else f"tenstorrent.com/{board}",
-            "replicas": 0,
-            "pods": self.pods.get(chip.bdf, []),
-            "processes": self.processes.get(chip.bdf, []),
-            "excluded": is_excluded,
-            "since": SINCE if kind and not is_excluded else None,
-        }
-        if chip.driver not in ("", "tenstorrent"):  # a virtual machine may use it
-            row["processes"] = None
-        return row | self.rows.get(chip.bdf, {})
+        chip = ttdp.Chip(function, is_listed=True)
+        if card.has_reported:  # if it does not any more, it is silent at once
+            known = ("tt_card_type", "tt_serial", "tt_asic_id", "tt_fw_bundle_ver")
+            identity = ttdp.Identity(*(card.telemetry.get(name) for name in known))
+            chip = chip._replace(identity=identity, vitals=ttdp.Vitals(silent_since=-math.inf))
+        if chip.is_present and (reading := ttdp.read_chip(self._settings, function, is_poll=True)):
+            chip = chip.read(reading, None)
 
-    def _faults(self, kinds: dict[str, str]) -> Iterator[JSON]:
-        for bdf, kind in kinds.items():
-            if kind and bdf not in self.excluded:
-                helps = f"tt-device-plugin fix {bdf}"
-                command = helps if kind not in ("hot", "tripped") else ""
-                yield problem("FAIL", bdf, TEXTS[kind], command, kind)
+        kind = "stalled" if card.frozen else self.faults.get(card.bdf)
+        if kind in TEXTS and not chip.telemetry_fault:
+            chip = chip._replace(telemetry_fault=ttdp.Fault(ttdp.Kind(kind), TEXTS[kind]))
+        return chip.dated(0.0)
 
 
 def problem(level: str, subject: str, text: str, command: str = "", kind: str = "") -> JSON:

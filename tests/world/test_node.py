@@ -2,91 +2,60 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.world.captures import capture, capture_names, captured_tree, captured_uevents
-from tests.world.node import SimulatedNode, wire
+from tests.world.captures import capture, capture_names, captured_uevents
+from tests.world.node import NOT_SIMULATED, Chip, SimulatedNode
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
-Build = Callable[..., SimulatedNode]
 
 
-@pytest.fixture
-def events() -> list[bytes]:
-    return []
-
-
-@pytest.fixture
-def build(short_tmp: Path, events: list[bytes]) -> Build:
-    """Make a node of these cards with the captures' numbers, whose uevents go into `events`."""
-
-    def build(*cards: str, firmware: bool = True) -> SimulatedNode:
-        node = SimulatedNode(short_tmp, numbers=NUMBERS)
-        for card in cards:
-            node.add(card, firmware=firmware)
-        node.on_uevent = events.append
-        return node
-
-    return build
-
-
-def recorded(name: str, step: str) -> list[bytes]:
-    """Return the step's kernel messages, without those of the platform's ACPI, all of number 0."""
-    messages = captured_uevents(name, step)
-    return [wire(*message, 0) for message in messages if message[2]["SUBSYSTEM"] != "wakeup"]
-
-
-def taken(events: list[bytes]) -> list[bytes]:
-    """Return and remove the events so far."""
-    messages = [*events]
-    events.clear()
-    return messages
-
-
-# -- trees -----------------------------------------------------------------------------------------
-def observed_tree(node: SimulatedNode, expected: dict[str, str]) -> dict[str, str]:
-    """Return a node's tree in the form of captured_tree(), without what no capture has."""
-    tree = {}
-    for directory, directories, files in os.walk(node.root):
-        for path in (Path(directory, name) for name in directories + files):
-            name = f"/{path.relative_to(node.root)}"
-            if path.name in ("rescan", "bind", "unbind"):
-                continue
-
-            if path.is_symlink():
-                tree[name] = f"-> {path.readlink()}"
-            elif path.is_dir():
-                tree[name] = "directory"
-            elif path.name == "config":
-                tree[name] = path.read_bytes().hex()
-            else:
-                text = path.read_text()
-                assert not text.endswith("\n\n") and (not text or text.endswith("\n")), name
-                tree[name] = text.removesuffix("\n")
-
-    not_captured = re.compile(
-        r"/dev/tenstorrent/(\d+$|by-pci)|/(sys/module|proc/sys|run)/|.*/module$"
-    )
+def attributes(chip: Chip) -> dict[str, str]:
+    """Return what can be read of a chip, by path below its directory in sysfs."""
     return {
-        path: value
-        for path, value in tree.items()
-        if path in expected or not (value == "directory" or not_captured.match(path))
+        str(path.relative_to(chip.directory)): path.read_text().removesuffix("\n")
+        for path in chip.directory.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def captured_attributes(function: dict[str, Any]) -> dict[str, str]:
+    """Return the same of a captured function."""
+    places = {
+        "pci": "",
+        "class": f"tenstorrent/tenstorrent!{function['ordinal']}/",
+        "sensors": f"hwmon/hwmon{function['hwmon']}/",
+    }
+    return {
+        place + name: text
+        for group, place in places.items()
+        for name, text in function.get(group, {}).items()
+        if name not in NOT_SIMULATED
     }
 
 
 @pytest.mark.parametrize("name", capture_names())
 def test_every_capture_round_trips(short_tmp: Path, name: str) -> None:
-    """A tree built from a capture has its names, contents, links and numbers, and no others."""
+    """A tree built from a capture has its attributes, links and numbers, and no other devices."""
     node = SimulatedNode.from_capture(short_tmp, name, numbers=NUMBERS)
-    expected = captured_tree(name)
+    facts = capture(name)
 
-    assert observed_tree(node, expected) == expected
+    assert {each.path for each in node.chips} == {each["path"] for each in facts["functions"]}
+    for function in facts["functions"]:
+        chip = node.chip(function["ordinal"])
+        assert attributes(chip) == captured_attributes(function) and chip.path == function["path"]
+        assert function["pids"] == (chip.pids.read_text() if chip.pids.exists() else None)
+
+        for link, target in function["links"].items():
+            own = {"bdf": chip.bdf, "path": chip.path, "N": chip.ordinal}
+            if "hwmon" not in link:
+                path = node.root / link[1:].format(**own)
+                assert str(path.readlink()) == target.format(**own)
 
 
 BOARDS: dict[str, list[dict[str, Any]]] = {
@@ -98,100 +67,113 @@ BOARDS: dict[str, list[dict[str, Any]]] = {
     "galaxy-wormhole": [{"card": "galaxy-wormhole"}],
     "galaxy-blackhole": [{"card": "galaxy-blackhole"}],
 }  # fmt: skip
-CHIPS_OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_heartbeat": r"\d+"}
+OWN = {"tt_serial": "[0-9A-F]{16}", "tt_asic_id": "[0-9A-F]{16}", "tt_heartbeat": r"\d+"}
 
 
-def anonymous(tree: dict[str, str], name: str) -> dict[str, str]:
-    """Return a tree's functions without IDs, heartbeats and addresses."""
+def anonymous(texts: dict[str, str], name: str) -> dict[str, str]:
+    """Return attributes without IDs, heartbeats, and a Galaxy's NUMA nodes."""
     result = {}
-    for path, value in tree.items():
+    for path, text in texts.items():
         attribute = path.rpartition("/")[2]
-        if path.startswith("/dev/tenstorrent/by-id/"):
-            path = f"{path.rpartition('-')[0]} {value}"
-
-        if attribute in CHIPS_OWN:
-            assert re.fullmatch(CHIPS_OWN[attribute], value)
-            value = "own"
-        elif attribute == "config":
-            value = value[:0x20] + value[0x50:]
-        elif name.startswith("galaxy") and attribute in ("numa_node", "local_cpulist"):
-            value = ""
-
-        if value != "directory":
-            result[path] = value
+        if attribute in OWN:
+            assert re.fullmatch(OWN[attribute], text)
+            text = "own"
+        if attribute != "numa_node" or not name.startswith("galaxy"):
+            result[path] = text
     return result
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_added_boards_look_like_captured_ones(short_tmp: Path, name: str) -> None:
-    """`add` gives a board the captured names, values, links and ordinals.
-
-    Only IDs, heartbeat, a Galaxy's NUMA nodes and addresses in the configuration space are others.
-    """
+    """`add` gives a board the captured addresses, attributes, values and ordinals."""
     node = SimulatedNode(short_tmp, numbers=NUMBERS)
     for board in BOARDS[name]:
         node.add(**board)
-    expected = captured_tree(name)
-    observed = observed_tree(node, expected)
+    functions = {each["path"].rpartition("/")[2]: each for each in capture(name)["functions"]}
+    addresses = sorted(functions)
+
+    assert sorted(chip.bdf for chip in node.chips) == addresses
+    for bdf in addresses:
+        expected = captured_attributes(functions[bdf])
+        assert anonymous(attributes(node.chip(bdf)), name) == anonymous(expected, name)
 
     # Chips of one board have one serial, whatever it is.
     boards = []
-    for tree in (observed, expected):
-        serials = [tree[path] for path in sorted(tree) if path.endswith("/tt_serial")]
+    for serials in (
+        [node.chip(bdf).telemetry["tt_serial"] for bdf in addresses],
+        [functions[bdf]["class"]["tt_serial"] for bdf in addresses],
+    ):
         boards.append([serials.index(serial) for serial in serials])
-
     assert boards[0] == boards[1]
-    assert anonymous(observed, name) == anonymous(expected, name)
 
 
 # -- uevents ---------------------------------------------------------------------------------------
 
-# Wormhole's driver shows telemetry before or behind `bind`, at random.
-TELEMETRY_CAME_LATE = [("n150", "module-load"), ("n150", "bind")]
+
+Operation = Callable[[], object]
+
+
+def of_chips(events: Iterable[tuple[str, str, dict[str, str]]]) -> list[tuple[str, ...]]:
+    """Return address, action, class device and IDs of each event, in their order, chip by chip."""
+    chosen = []
+    for action, devpath, env in events:
+        device = re.search(r"/([^/]+)(/tenstorrent/tenstorrent!\d+)?$", devpath)
+        if env["SUBSYSTEM"] in ("pci", "tenstorrent") and device:
+            chosen.append((device[1], action, device[2] or "", env.get("PCI_ID", "")))
+    return sorted(chosen, key=lambda event: event[0])
+
+
+def replay(node: SimulatedNode, name: str, steps: dict[str, Operation]) -> None:
+    """Let things happen, whose events about chips must be those of the recorded steps."""
+    events: list[tuple[str, str, dict[str, str]]] = []
+
+    def record(message: bytes) -> None:
+        env = dict(each.split("=", 1) for each in message.decode().split("\0")[1:-1])
+        events.append((env["ACTION"], env["DEVPATH"], env))
+
+    node.on_uevent = record
+    for step, operation in steps.items():
+        events.clear()
+        operation()
+        found, expected = of_chips(events), of_chips(captured_uevents(name, step))
+        # Wormhole's driver shows telemetry before or behind `bind`, at random.
+        in_order: Callable[..., Any] = sorted if name.startswith("n150") else list
+        assert in_order(found) == in_order(expected), step
 
 
 @pytest.mark.parametrize(("name", "card"), [("p150ax2", "p150a"), ("n150", "n150")])
-def test_the_life_of_a_chip_replays(
-    build: Build, events: list[bytes], name: str, card: str
-) -> None:
-    """Message by message, from the load of the driver to the removal of a dead function."""
-    node = build(*[card] * len(capture(name)["functions"]))
-    chip = node.chip("0000:01:00.0")
+def test_the_life_of_a_chip_replays(short_tmp: Path, name: str, card: str) -> None:
+    """From the load of the driver to the removal of a dead function."""
+    node = SimulatedNode(short_tmp, numbers=NUMBERS)
+    for _ in capture(name)["functions"]:
+        node.add(card)
     node.unload_driver()
-    taken(events)
+    chip = node.chip("0000:01:00.0")
 
     def vanish_dead() -> None:
-        chip.die(bus=True)
+        chip.die()
         chip.vanish()
 
-    steps: dict[str, Callable[[], object]] = {
+    steps: dict[str, Operation] = {
         "module-load": node.load_driver, "pci-remove": chip.vanish, "pci-rescan": chip.come_back,
         "unbind": chip.unbind, "bind": chip.bind, "rmmod": node.unload_driver,
         "modprobe-again": node.load_driver, "unplug-surprise-bus-dead": vanish_dead,
     }  # fmt: skip
-    for step, operation in steps.items():
-        operation()
-
-        found, expected = taken(events), recorded(name, step)
-        if (name, step) in TELEMETRY_CAME_LATE:
-            found.sort()
-            expected.sort()
-        assert found == expected, step
+    replay(node, name, steps)
 
 
-@pytest.mark.parametrize(("card", "remedy"), [("n150", "speak"), ("p150a", "rebind")])
-def test_late_firmware_replays(build: Build, events: list[bytes], card: str, remedy: str) -> None:
+@pytest.mark.parametrize("card", ["n150", "p150a"])
+def test_late_firmware_replays(short_tmp: Path, card: str) -> None:
     """Wormhole's driver polls for telemetry; Blackhole's asks once, and must be bound again."""
-    node = build(card, firmware=False)
+    node = SimulatedNode(short_tmp, numbers=NUMBERS)
+    (chip,) = node.add(card, firmware=False)
     node.unload_driver()
-    taken(events)
-    node.load_driver()
 
-    assert taken(events) == recorded(f"{card}-late", "module-load-not-ready")
-
-    node.chips[0].speak()
-    assert taken(events) == recorded(f"{card}-late", "firmware-becomes-ready")
-
-    if remedy == "rebind":
-        node.chips[0].rebind()
-        assert taken(events) == recorded(f"{card}-late", "unbind-bind-when-ready")
+    steps: dict[str, Operation] = {
+        "module-load-not-ready": node.load_driver,
+        "firmware-becomes-ready": chip.speak,
+    }
+    if card == "p150a":
+        steps["unbind-bind-when-ready"] = chip.rebind
+    replay(node, f"{card}-late", steps)
+    assert chip.hwmon is not None

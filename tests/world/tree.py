@@ -12,81 +12,43 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
-# Mode 0644 in sysfs; everything else is 0444.
-WRITABLE = {"uevent", "numa_node", "config", "driver_override"}
+WRITABLE = {"numa_node", "driver_override"}  # 0644 in sysfs; everything else is 0444
 
 
 def errno_of(path: str | os.PathLike[str]) -> int | None:
     """Return the errno with which a read of this attribute is to fail; None for other files."""
-    try:
-        target = os.readlink(path)
-    except (OSError, ValueError):
-        return None
-    if not target.startswith("errno:"):
-        return None
-    return int(getattr(errno, target.removeprefix("errno:")))
+    with contextlib.suppress(OSError, ValueError):
+        prefix, _, name = os.readlink(path).partition(":")
+        if prefix == "errno":
+            return int(getattr(errno, name))
+    return None
 
 
-def replace(path: Path, make: Callable[[Path], None], *, answer: str = "") -> None:
+def replace(path: Path, make: Callable[[Path], object], answer: bytes = b"") -> None:
     """Replace `path` by what `make` makes, in one step; readers that a FIFO held get `answer`."""
+    waiting = os.open(path, os.O_RDWR | os.O_NONBLOCK) if path.is_fifo() else None
     new = path.with_name(f".{path.name}.new")  # nothing in sysfs begins with a dot
-    try:
-        is_fifo = stat.S_ISFIFO(path.lstat().st_mode)
-        blocked = os.open(path, os.O_RDWR | os.O_NONBLOCK) if is_fifo else None
-    except FileNotFoundError:
-        blocked = None
-
     make(new)
     os.replace(new, path)
 
     # Its opening let the readers in; they get one answer, and then the end of the file.
-    if blocked is not None:
-        os.write(blocked, answer.encode())
-        os.close(blocked)
+    if waiting is not None:
+        os.write(waiting, answer)
+        os.close(waiting)
 
 
 def put(path: Path, content: str | bytes) -> None:
-    """Write an attribute; a str gets the newline that ends every attribute of the driver.
-
-    A small one that exists is written in place: an open descriptor reads the new value.
-    """
+    """Write an attribute; a str gets the newline that ends every attribute of the driver."""
     data = content if isinstance(content, bytes) else f"{content}\n".encode() if content else b""
-    if data and _overwrite(path, data):
-        return
 
     def make(new: Path) -> None:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.fchmod(fd, 0o644 if path.name in WRITABLE else 0o444)
-        os.write(fd, data)
-        os.close(fd)
+        new.write_bytes(data)
+        new.chmod(0o644 if path.name in WRITABLE else 0o444)
 
-    replace(path, make, answer=data.decode("utf-8", "replace"))
-
-
-def _overwrite(path: Path, data: bytes) -> bool:
-    """Write into a small regular file in one step; return whether there was one."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or max(status.st_size, len(data)) > 4096:
-            return False
-        reading = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-
-    os.fchmod(reading, 0o644)  # for other users than root
-    writing = os.open(f"/proc/self/fd/{reading}", os.O_WRONLY)
-    # A reader between the two calls gets the new value and empty lines, never a mixture.
-    os.pwrite(writing, data.ljust(status.st_size, b"\n"), 0)
-    os.ftruncate(writing, len(data))
-
-    os.fchmod(reading, status.st_mode & 0o7777)
-    os.close(writing)
-    os.close(reading)
-    return True
+    replace(path, make, data)
 
 
 def put_control(path: Path) -> None:
@@ -96,7 +58,7 @@ def put_control(path: Path) -> None:
 
 
 def put_errno(path: Path, name: str) -> None:
-    replace(path, lambda new: os.symlink(f"errno:{name}", new))
+    replace(path, lambda new: new.symlink_to(f"errno:{name}"))
 
 
 def link(path: Path, target: Path) -> None:
@@ -116,8 +78,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def remove_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
