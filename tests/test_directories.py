@@ -22,14 +22,12 @@ from tests.world.kubelet import AdmissionError, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
-from ttdp import HUGEPAGES_MODE, Directories, Mount, Settings, SharedResource, Sharing
+from ttdp import Directories, Mount, Settings, SharedResource, Sharing
 
 N150 = "tenstorrent.com/n150"
-HUGETLBFS = ("hugepages-1G", "hugepages")
-PAGES = [f"device_0_channel_{number}_tenstorrent" for number in range(4)]  # as tt-umd names them
+PAGES = "device_0_channel_0_tenstorrent"  # as tt-umd names them
 SHARED = (SharedResource("n150", 4),)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
-OTHER = 1000  # a user
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def around(node: SimulatedNode, hugetlbfs: str = HUGETLBFS[0]) -> Path:
+def around(node: SimulatedNode, hugetlbfs: str = "hugepages-1G") -> Path:
     """The daemon's own directory in a hugetlbfs."""
     return node.root / "dev" / hugetlbfs / ttdp.OWN_DIRECTORY
 
@@ -58,12 +56,6 @@ async def run(kubelet: Kubelet, pod: str) -> Path:
     """Run a pod; return its directory of 1 GiB pages."""
     await kubelet.run_pod(pod, N150)
     return mounts(kubelet, pod)["/dev/hugepages-1G"]
-
-
-def leave_pages(directory: Path) -> None:
-    """A pod that was killed leaves its files, with the node's pages."""
-    for name in PAGES:
-        (directory / name).touch()
 
 
 def names_in(directory: Path) -> list[str]:
@@ -82,7 +74,7 @@ async def test_each_container_has_directories_of_its_own(
     await run(kubelet, "one")
     await run(kubelet, "two")
 
-    for hugetlbfs in HUGETLBFS:
+    for hugetlbfs in ttdp.HUGETLBFS:
         one, two = (mounts(kubelet, pod)[f"/dev/{hugetlbfs}"] for pod in ("one", "two"))
         assert one != two and one.parent == two.parent == around(node, hugetlbfs)
         assert mode_of(one) == mode_of(two) == 0o777 and mode_of(one.parent) == 0o700
@@ -95,7 +87,7 @@ async def test_each_container_has_directories_of_its_own(
             {"mounts": (Mount("/srv", "/models"), Mount("/mine", "/dev/hugepages"))},
             {"/models": "/srv", "/dev/hugepages": "/mine", "/dev/hugepages-1G": "OWN"},
         ),
-        ({"hugepages": "host"}, {f"/dev/{name}": f"ROOT/dev/{name}" for name in HUGETLBFS}),
+        ({"hugepages": "host"}, {f"/dev/{name}": f"ROOT/dev/{name}" for name in ttdp.HUGETLBFS}),
         ({"hugepages": "none"}, {}),
         ({"device_list_strategy": "cdi", "mounts": (Mount("/m", "/m"),)}, {}),
         ({"device_list_strategy": "cdi", "sharing": True}, {"/dev/shm": "LOCKS"}),
@@ -139,25 +131,6 @@ async def test_a_hugetlbfs_that_cannot_be_written_is_left_out_and_refuses_no_pod
     await until(lambda: "Not a directory" not in daemon.status)
 
 
-@needs_root
-def test_another_users_directory_or_a_link_is_not_used(tmp_path: Path) -> None:
-    """A container that has the host's hugetlbfs could have put it there."""
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "theirs").mkdir(parents=True)
-    own = tmp_path / "dev/hugepages" / ttdp.OWN_DIRECTORY
-    own.parent.mkdir(parents=True)
-    settings = Settings(root=str(tmp_path))
-
-    own.symlink_to(elsewhere)
-    assert not Directories().make_for_hugepages("one", settings)
-
-    own.unlink()
-    own.mkdir()
-    os.chown(own, OTHER, OTHER)
-    assert not Directories().make_for_hugepages("one", settings)
-    assert names_in(elsewhere) == ["theirs"]
-
-
 async def test_without_its_directory_for_locks_a_pod_is_refused_with_path_and_reason(
     kubelet: Kubelet, start: StartDaemon, short_tmp: Path
 ) -> None:
@@ -170,10 +143,6 @@ async def test_without_its_directory_for_locks_a_pod_is_refused_with_path_and_re
     with pytest.raises(AdmissionError, match=f"No such file or directory: '{lock_dir}"):
         await kubelet.admit("one", "main", {N150: 1})
 
-    lock_dir.mkdir()
-    await kubelet.admit("two", "main", {N150: 1})
-    await until(lambda: problem not in daemon.status)
-
 
 # -- a directory exists while a current hold names it ----------------------------------------------
 
@@ -184,7 +153,7 @@ async def test_a_directory_goes_with_its_pod_and_the_next_one_begins_with_an_emp
     """Its pages are free before the successor's container starts; else it goes at a poll."""
     daemon = await start(interval=3600)
     former = await run(kubelet, "one")
-    leave_pages(former)
+    (former / PAGES).touch()
 
     kubelet.delete("one")
     own = await run(kubelet, "two")
@@ -206,7 +175,7 @@ async def test_a_directory_is_there_before_the_kubelet_starts_and_if_somebody_ha
     # hugetlbfs is empty after a boot. The kubelet starts when the daemon is ready.
     await kubelet.power_cut()
     await daemon.stop()
-    for hugetlbfs in HUGETLBFS:
+    for hugetlbfs in ttdp.HUGETLBFS:
         shutil.rmtree(around(node, hugetlbfs))
 
     settings = settings_of(node, directory, hugepages="none", interval=0.1)
@@ -226,7 +195,7 @@ async def test_a_containers_own_files_stay_when_it_starts_again(
     """After a restart of the daemon, too. Nothing is removed before it has read a checkpoint."""
     daemon = await start(interval=0.1)
     own = await run(kubelet, "train")
-    leave_pages(own)
+    (own / PAGES).touch()
     former = around(node) / "former"
 
     await daemon.stop()
@@ -236,7 +205,7 @@ async def test_a_containers_own_files_stay_when_it_starts_again(
     former.mkdir()
     daemon = await start(interval=0.1)
     await polls(daemon)
-    assert former.exists() and names_in(own) == PAGES
+    assert former.exists() and names_in(own) == [PAGES]
 
     kubelet.corrupt(whole)
     await until(lambda: not former.exists())
@@ -245,7 +214,7 @@ async def test_a_containers_own_files_stay_when_it_starts_again(
     restarted = time.monotonic()
     kubelet.crash("train", "main")
     await kubelet.wait_for(lambda: kubelet.find("running", since=restarted))
-    assert names_in(own) == PAGES
+    assert names_in(own) == [PAGES]
 
 
 async def test_containers_that_share_a_device_have_one_directory_and_common_locks(
@@ -255,7 +224,7 @@ async def test_containers_that_share_a_device_have_one_directory_and_common_lock
     daemon = await start(interval=0.1, sharing=Sharing(lock_dir=str(short_tmp), resources=SHARED))
     shared = await run(kubelet, "one")
     locks = mounts(kubelet, "one")["/dev/shm"]
-    leave_pages(shared)
+    (shared / PAGES).touch()
     (locks / "lock").touch()
     assert locks == short_tmp / ttdp.OWN_DIRECTORY / "n150"
     assert mode_of(locks) == 0o1777 and mode_of(locks.parent) == 0o700
@@ -264,13 +233,13 @@ async def test_containers_that_share_a_device_have_one_directory_and_common_lock
     assert mounts(kubelet, "two")["/dev/shm"] == locks
     await kubelet.remove_pod("one")
     await polls(daemon)
-    assert names_in(shared) == PAGES and names_in(locks) == ["lock"]
+    assert names_in(shared) == [PAGES] and names_in(locks) == ["lock"]
 
     await kubelet.remove_pod("two")
     await until(lambda: not shared.exists() and not locks.exists())
 
 
-# -- removal ---------------------------------------------------------------------------------------
+# -- one daemon's directories, without the daemon --------------------------------------------------
 
 
 @pytest.fixture
@@ -282,10 +251,14 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-async def removed(own: Path, *named: Path) -> Directories:
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(root=str(tmp_path), sharing=Sharing(lock_dir=""))
+
+
+async def removed(settings: Settings, *named: Path) -> Directories:
     """Remove all that is not named, and wait until it has gone."""
     directories = Directories()
-    settings = Settings(root=str(own.parents[2]), sharing=Sharing(lock_dir=""))
     directories.remove_unnamed({*map(str, named)}, settings)
     await directories.removed(PATIENCE)
     return directories
@@ -301,6 +274,32 @@ def make_deep(path: Path) -> None:
         outer.rename(path)
 
 
+@needs_root
+def test_another_users_directory_or_a_link_is_not_used(own: Path, settings: Settings) -> None:
+    """A container that has the host's hugetlbfs could have put it there."""
+    os.chown(own, 1000, 1000)
+    assert not Directories().make_for_hugepages("one", settings)
+
+    elsewhere = own.with_name("elsewhere")
+    own.rename(elsewhere)
+    os.chown(elsewhere, 0, 0)
+    own.symlink_to(elsewhere)
+    assert not Directories().make_for_hugepages("one", settings)
+    assert names_in(elsewhere) == []
+
+
+def test_a_directory_is_made_only_where_the_daemon_has_its_own(
+    own: Path, settings: Settings
+) -> None:
+    """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
+    there = own.parents[2] / "other" / ttdp.OWN_DIRECTORY / "one"
+    there.parents[1].mkdir()
+
+    Directories().make_missing([str(own / "one"), str(there)], settings)
+
+    assert mode_of(own / "one") == 0o777 and not there.parent.exists()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -312,7 +311,7 @@ def make_deep(path: Path) -> None:
     ids=["file", "deep", "link", "option"],
 )
 async def test_what_is_not_named_is_removed_whatever_it_is(
-    own: Path, make: Callable[[Path], object]
+    own: Path, settings: Settings, make: Callable[[Path], object]
 ) -> None:
     named, elsewhere = own / "named", own.parents[1] / "elsewhere"
     for path in (named, elsewhere):
@@ -320,14 +319,14 @@ async def test_what_is_not_named_is_removed_whatever_it_is(
         (path / "file").touch()
     make(own / "x")
 
-    directories = await removed(own, named)
+    directories = await removed(settings, named)
 
     assert names_in(own) == ["named"] and directories.unremoved is None
     assert (named / "file").exists() and (elsewhere / "file").exists()
 
 
 @needs_root
-async def test_what_resists_is_a_problem_until_it_has_gone(own: Path) -> None:
+async def test_what_resists_is_a_problem_until_it_has_gone(own: Path, settings: Settings) -> None:
     """What lies beside it is removed."""
     for name in ("closed", "open"):
         (own / name / "inner").mkdir(parents=True)
@@ -335,21 +334,23 @@ async def test_what_resists_is_a_problem_until_it_has_gone(own: Path) -> None:
     (own / "closed/inner/file").touch()
     try:
         for _ in range(2):
-            directories = await removed(own)
+            directories = await removed(settings)
             [left] = own.iterdir()
             assert directories.unremoved and str(left) in str(directories.unremoved)
         assert (left / "inner/file").exists()
     finally:
         subprocess.run(["umount", *own.glob(".closed-*/inner")], check=True)
 
-    assert (await removed(own)).unremoved is None
+    assert (await removed(settings)).unremoved is None
     assert names_in(own) == []
 
 
-async def test_a_directory_that_is_needed_again_during_a_removal_stays(own: Path) -> None:
+async def test_a_directory_that_is_needed_again_during_a_removal_stays(
+    own: Path, settings: Settings
+) -> None:
     """A shared device's locks always have the same name."""
     (own / "n300").mkdir()
-    directories, settings = Directories(), Settings(root=str(own.parents[2]))
+    directories = Directories()
     directories.remove_unnamed((), settings)
     ttdp.make_directory(str(own / "n300"), ttdp.LOCKS_MODE)
 
@@ -358,7 +359,7 @@ async def test_a_directory_that_is_needed_again_during_a_removal_stays(own: Path
 
 
 async def test_a_start_waits_for_a_removal_but_not_for_long(
-    own: Path, monkeypatch: pytest.MonkeyPatch
+    own: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the loop goes on, and no second removal begins meanwhile."""
     slow = own.parents[1] / "rm"
@@ -366,23 +367,10 @@ async def test_a_start_waits_for_a_removal_but_not_for_long(
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
     (own / "x").mkdir()
-    directories, settings = Directories(), Settings(root=str(own.parents[2]))
+    directories = Directories()
 
     for _ in range(2):
         directories.remove_unnamed((), settings)
         await directories.removed(0.2)
     await until(Path(f"{slow}.runs").exists)
     assert Path(f"{slow}.runs").read_text() == "\n"
-
-
-def test_a_directory_is_made_only_where_the_daemon_has_its_own(tmp_path: Path) -> None:
-    """hugetlbfs is not mounted there any more, or a hold is that of a daemon with another root."""
-    (tmp_path / "dev/hugepages").mkdir(parents=True)
-    settings = Settings(root=str(tmp_path), hugepages="none", sharing=Sharing(lock_dir=""))
-    here = tmp_path / "dev/hugepages" / ttdp.OWN_DIRECTORY / "one"
-    there = tmp_path / "other" / ttdp.OWN_DIRECTORY / "one"
-    there.parents[1].mkdir()
-
-    Directories().make_missing([str(here), str(there)], settings)
-
-    assert mode_of(here) == HUGEPAGES_MODE and not there.parent.exists()

@@ -15,11 +15,12 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -52,19 +53,10 @@ CALL_LASTS = 25.0
 MOST_PODS = 3
 
 
-@dataclass(eq=False)
-class Container:
+class Container(NamedTuple):
     entry: Entry
-    token: str
     chips: frozenset[str]
     directory: str
-    state: str = "waits"  # "is created", "runs", "is over"
-    allowed_at: float = 0.0
-    is_to_come: bool = True  # this daemon gave the answer, and has not seen the pod's cgroup
-
-    @property
-    def is_busy(self) -> bool:
-        return self.state in ("is created", "runs")
 
     @property
     def is_shared(self) -> bool:
@@ -81,15 +73,19 @@ class Container:
 @dataclass(eq=False, repr=False)
 class Pod:
     uid: str
-    life: str = "lives"  # "is deleted", "is forgotten" (deleted by force), "has ended"
+    is_twin: bool  # the kubelet has given one of its IDs to two pods
     containers: list[Container] = field(default_factory=list)  # one after the other
+    ended: int = 0  # so many of them
+    state: str = "waits"  # the next one; "is created", "runs"
+    allowed_at: float = 0.0
+    life: str = "lives"  # "deleted", "deleted by force", "ended"
     was_written: bool = False
+    is_to_come: bool = True  # this daemon gave its answers, and has not seen its cgroup
     has_cgroup: bool = False
     has_pause: bool = False
     may_run: bool = False  # a start was allowed that can be its
     call: Call | None = None
     waits: bool = False  # the call, for other pods
-    is_twin: bool = False  # the kubelet has given one of its IDs to two pods
     files: set[str] = field(default_factory=set)  # the directories in which it has left some
 
     def __repr__(self) -> str:
@@ -100,18 +96,18 @@ class Pod:
         return self.life == "lives"
 
     @property
-    def waiting(self) -> Container | None:
-        """The container that is to be started next, if there is one."""
-        left = [each for each in self.containers if each.state != "is over"]
-        return left[0] if left and left[0].state == "waits" else None
+    def is_remembered(self) -> bool:
+        """Whether the kubelet does not forget it: not if it has ended or was deleted by force."""
+        return self.life in ("lives", "deleted")
 
     @property
-    def busy(self) -> Container | None:
-        """The container that is created or runs."""
-        return next((each for each in self.containers if each.is_busy), None)
+    def is_busy(self) -> bool:
+        return self.state != "waits"
 
-
-Move = tuple[float, str, Callable[[], object]]  # with its weight
+    @property
+    def container(self) -> Container:
+        """The one that waits or runs."""
+        return self.containers[self.ended]
 
 
 class Node:
@@ -137,8 +133,8 @@ class Node:
         self.older: list[Pod] | None = None  # a writing that was overtaken, and can still land
         self.unwritten_since: float | None = None
         self.numbers = itertools.count()
-        # Token and time of the last answer, by resource and IDs.
-        self.newest: dict[tuple[str, frozenset[str]], tuple[str, float]] = {}
+        # The last answer's pod and time, by resource and IDs.
+        self.newest: dict[tuple[str, frozenset[str]], tuple[Pod, float]] = {}
         self.pages: dict[str, set[Pod]] = {}  # who has left files in a directory that exists
         self.write()
         self.look()
@@ -146,75 +142,62 @@ class Node:
 
     def go_on(self) -> None:
         """One of all that can happen now; no rule is broken then."""
-        weights, names, happenings = zip(*self.moves(), strict=True)
-        (number,) = self.draw.choices(range(len(names)), weights)
-        self.story.append(f"{self.world.now:g} s: {names[number]}")
+        weights, moves = zip(*self.moves(), strict=True)
+        (move,) = self.draw.choices(moves, weights)
+        self.story.append(f"{self.world.now:g} s: {move.func.__name__} {move.args}")
 
-        happenings[number]()
+        move()
 
         self.look()
         self.no_two_pods_run_on_one_chip_and_each_has_its_files()
         self.no_pods_id_is_missing_and_none_of_its_chips_is_offered()
         self.nobody_who_is_gone_has_chips()
 
-    def moves(self) -> Iterator[Move]:
-        """Yield what can happen."""
+    def moves(self) -> Iterator[tuple[float, partial[Any]]]:
+        """Yield what can happen, with its weight."""
         if len(self.pods) < MOST_PODS:
             if free := self.ids(taken=False):
-                yield 8, "a pod is admitted", lambda: self.a_pod_is_admitted(free)
-            if taken := self.ids(taken=True):  # kubernetes #137534
-                twin = "a pod is given another one's ID"
-                yield self.twins, twin, lambda: self.a_pod_is_admitted(taken, is_twin=True)
+                yield 8, partial(self.a_pod_is_admitted, free)
+            if taken := self.ids(taken=True):
+                yield self.twins, partial(self.a_pod_is_given_anothers_id, taken)
 
         for pod in self.pods:
             yield from self.moves_of_pod(pod)
 
-        forgets = 3 if self.remembered != self.memory else 0.5
-        yield forgets, "the kubelet forgets and writes", self.the_kubelet_forgets_and_writes
-        yield 2, "time passes", lambda: self.time_passes(self.draw.choice(self.times))
-        yield self.reloads, "the configuration changes", self.the_configuration_changes
+        forgets = 0.5 if all(pod.is_remembered for pod in self.memory) else 3
+        yield forgets, partial(self.the_kubelet_forgets_and_writes)
+        yield 2, partial(self.time_passes, self.draw.choice(self.times))
+        yield self.reloads, partial(self.the_configuration_changes)
         if self.older is not None:
-            lands = 8 if self.kubelet == "stale" else 2
-            yield lands, "an older writing lands", self.an_older_writing_lands
+            yield 8 if self.kubelet == "stale" else 2, partial(self.an_older_writing_lands)
         if self.kubelet == "lossy":
-            yield 1, "the kubelet restarts without its checkpoint", self.the_kubelet_forgets_all
+            yield 1, partial(self.the_kubelet_forgets_all)
 
         # Afterwards only what stands in the checkpoint is known.
         if self.unwritten_since is None:
-            yield 0.5, "the node reboots", self.the_node_reboots
-            yield 0.8, "the daemon restarts", self.the_daemon_restarts
+            yield 0.5, partial(self.the_node_reboots)
+            yield 0.8, partial(self.the_daemon_restarts)
 
-    def moves_of_pod(self, pod: Pod) -> Iterator[Move]:
-        if step := self.next_step(pod):
-            weight = 1 if pod.waits else 9
-            yield weight, f"{pod} goes on: {step.__name__}", lambda: step(pod)
+    def moves_of_pod(self, pod: Pod) -> Iterator[tuple[float, partial[Any]]]:
         if pod.call:
-            yield 0.5, f"{pod}: its call ends with an error", partial(setattr, pod, "call", None)
-        if pod.busy:
-            fails = 1 if pod in self.memory else 4
-            yield fails, f"{pod}: its container fails", lambda: self.a_container_fails(pod)
+            yield 1 if pod.waits else 9, partial(self.answer, pod)
+            yield 0.5, partial(self.the_call_ends_with_an_error, pod)
+        elif pod.is_busy:
+            runs = pod.state == "runs"
+            yield 9, partial(self.a_container_ends if runs else self.a_container_runs, pod)
+            yield 1 if pod in self.memory else 4, partial(self.a_container_fails, pod)
+        elif not pod.lives:
+            has_ended = pod.life == "ended"
+            yield 9, partial(self.the_cgroup_goes if has_ended else self.the_sandbox_ends, pod)
+        elif not pod.has_cgroup:
+            yield 9, partial(self.the_sandbox_starts, pod)
+        elif pod in self.memory and pod.ended < len(pod.containers):
+            yield 9, partial(self.the_kubelet_calls, pod)
+            yield 0.5, partial(self.whoever_is_left_alone_may_start, pod)
+
         if pod.lives and pod.was_written:
-            yield 1, f"{pod} is deleted", partial(setattr, pod, "life", "is deleted")
-            weight = 8 if pod.waits else 3
-            yield (
-                weight,
-                f"{pod} is deleted by force",
-                partial(setattr, pod, "life", "is forgotten"),
-            )
-        if self.can_call(pod):
-            yield 0.5, f"{pod} is left alone", lambda: self.whoever_is_left_alone_may_start(pod)
-
-    def next_step(self, pod: Pod) -> Callable[[Pod], object] | None:
-        if pod.call:
-            return self.answer
-        if pod.busy:
-            is_created = pod.busy.state == "is created"
-            return self.a_container_runs if is_created else self.a_container_ends
-        if not pod.lives:
-            return self.the_cgroup_goes if pod.life == "has ended" else self.the_sandbox_ends
-        if not pod.has_cgroup:
-            return self.the_sandbox_starts
-        return self.the_kubelet_calls if self.can_call(pod) else None
+            yield 1, partial(self.a_pod_becomes, pod, "deleted")
+            yield 8 if pod.waits else 3, partial(self.a_pod_becomes, pod, "deleted by force")
 
     # -- the daemon
 
@@ -223,8 +206,7 @@ class Node:
         self.world.look()
         self.decision = decide(self.chips, self.settings, self.world.current())
         for pod in self.checkpoint:
-            for each in pod.containers:
-                each.is_to_come &= not pod.has_cgroup
+            pod.is_to_come &= not pod.has_cgroup
 
     def put_directories_in_order(self) -> None:
         """As at a poll, and before a start."""
@@ -235,8 +217,8 @@ class Node:
 
     def answer(self, pod: Pod) -> bool:
         """Answer a PreStartContainer call, unless it must wait."""
-        book, call, container = self.world.book, pod.call, pod.waiting
-        assert call and container
+        book, call, container = self.world.book, pod.call, pod.container
+        assert call
         self.look()
         try:
             blockers = book.blockers(call, self.world.now)
@@ -248,8 +230,8 @@ class Node:
             return True
 
         if blockers is None:
-            token, at = self.newest[call.resource, call.ids]
-            is_late = token not in self.seen and self.world.now - at < WRITTEN_WITHIN
+            last, at = self.newest[call.resource, call.ids]
+            is_late = last not in self.checkpoint and self.world.now - at < WRITTEN_WITHIN
             assert is_late or pod not in self.checkpoint
         elif blockers:
             running = {each.uid for each in self.pods if each.may_run and each is not pod}
@@ -268,9 +250,7 @@ class Node:
         for each in self.pods:
             each.may_run |= each.uid in call.callers
         assert pod.may_run, "it is not among the callers"
-        pod.call = None
-
-        container.allowed_at, container.state = self.world.now, "is created"
+        pod.call, pod.state, pod.allowed_at = None, "is created", self.world.now
         return True
 
     def save(self) -> None:
@@ -285,8 +265,7 @@ class Node:
         self.connected_at = self.world.now
         for pod in {*self.pods, *self.memory, *self.checkpoint}:
             pod.may_run |= pod.has_cgroup and pod in self.checkpoint
-            for each in pod.containers:
-                each.is_to_come = False
+            pod.is_to_come = False
         self.look()
         self.put_directories_in_order()
         self.save()
@@ -301,16 +280,6 @@ class Node:
         self.settings = self.draw.choice(CONFIGURATIONS)
 
     # -- the kubelet
-
-    @property
-    def seen(self) -> set[str]:
-        """The tokens in the checkpoint."""
-        return {each.token for pod in self.checkpoint for each in pod.containers}
-
-    @property
-    def remembered(self) -> list[Pod]:
-        """Pods that the kubelet does not forget: they have not ended, nor were deleted by force."""
-        return [pod for pod in self.memory if pod.life in ("lives", "is deleted")]
 
     def put(self, pods: list[Pod]) -> None:
         """Replace the checkpoint, which the daemon reads at once."""
@@ -336,7 +305,7 @@ class Node:
         self.older = None
 
     def the_kubelet_forgets_and_writes(self) -> None:
-        self.memory = self.remembered
+        self.memory = [pod for pod in self.memory if pod.is_remembered]
         self.write()
 
     def the_kubelet_forgets_all(self) -> None:
@@ -353,7 +322,8 @@ class Node:
         """Return healthy IDs by resource that pods have, or do not have, as this kubelet has it."""
         given = {
             (each.entry.resource, device_id)
-            for pod in self.remembered
+            for pod in self.memory
+            if pod.is_remembered
             for each in pod.containers
             for device_id in each.entry.held.ids
         }
@@ -365,9 +335,13 @@ class Node:
                 found[name] = ids
         return found
 
+    def a_pod_is_given_anothers_id(self, taken: dict[str, list[str]]) -> None:
+        """kubernetes #137534."""
+        self.a_pod_is_admitted(taken, is_twin=True)
+
     def a_pod_is_admitted(self, offered: dict[str, list[str]], *, is_twin: bool = False) -> None:
         draw = self.draw
-        self.memory = self.remembered
+        self.memory = [pod for pod in self.memory if pod.is_remembered]
         name = draw.choice([*offered])
         is_one = is_twin or self.decision.resource(name).replicas
         ids = offered[name][: 1 if is_one else draw.choice([1, 1, 2])]
@@ -407,7 +381,7 @@ class Node:
         ttdp.check_request(offered, [ids])
 
         wanted, token = frozenset(ids), f"answer-{next(self.numbers)}"
-        self.newest[resource, wanted] = token, world.now
+        self.newest[resource, wanted] = pod, world.now
         name = world.book.hugepages_for(resource, wanted, world.now) or token
         directory = f"/dev/hugepages/{ttdp.OWN_DIRECTORY}/{name}"
         self.pages.setdefault(directory, set())
@@ -417,24 +391,25 @@ class Node:
         hold = ttdp.hold_of(answer, resource, wanted)
         world.book.add(hold, world.now)
         entry = Entry(pod.uid, container, resource, Held({-1: ids}, answer))
-        return Container(entry, token, hold.chips, directory)
+        return Container(entry, hold.chips, directory)
 
-    def can_call(self, pod: Pod) -> bool:
-        is_ready = pod.lives and pod.has_cgroup and pod in self.memory
-        return bool(is_ready and pod.waiting and not pod.call)
+    def a_pod_becomes(self, pod: Pod, life: str) -> None:
+        pod.life = life
 
     def the_kubelet_calls(self, pod: Pod) -> None:
         self.world.now += 0.001  # no call comes at the moment of another event
-        assert pod.waiting
-        pod.call, pod.waits = self.world.call(pod.waiting.entry), False
+        pod.call, pod.waits = self.world.call(pod.container.entry), False
+
+    def the_call_ends_with_an_error(self, pod: Pod) -> None:
+        pod.call = None
 
     # -- the runtime
 
     def show(self, pod: Pod) -> None:
         """Show a pod's cgroup as it is."""
         if pod.has_cgroup:
-            runs = any(each.state == "runs" for each in pod.containers)
-            self.world.make_cgroup(pod.uid, populated=runs or pod.has_pause)
+            has_process = pod.state == "runs" or pod.has_pause
+            self.world.make_cgroup(pod.uid, populated=has_process)
         else:
             self.world.remove_cgroup(pod.uid)
 
@@ -444,30 +419,29 @@ class Node:
 
     def a_container_runs(self, pod: Pod) -> None:
         """It finds an empty directory, but for what its own pod has left there."""
-        container = pod.busy
-        assert container and container.directory in self.pages
+        container = pod.container
+        assert container.directory in self.pages
         found = self.pages[container.directory]
         if pod.lives and not pod.is_twin and not container.is_shared:
             assert found == ({pod} if container.directory in pod.files else set())
 
         found.add(pod)
         pod.files.add(container.directory)
-        container.state = "runs"
+        pod.state = "runs"
         self.show(pod)
 
     def a_container_fails(self, pod: Pod) -> None:
         """It is tried again."""
-        assert pod.busy
-        pod.busy.state = "waits"
+        pod.state = "waits"
         self.show(pod)
 
     def a_container_ends(self, pod: Pod) -> None:
-        assert pod.busy
-        pod.busy.state = "is over"
+        pod.ended += 1
+        pod.state = "waits"
         self.show(pod)
 
     def the_sandbox_ends(self, pod: Pod) -> None:
-        pod.life, pod.has_pause = "has ended", False
+        pod.life, pod.has_pause = "ended", False
         self.show(pod)
 
     def the_cgroup_goes(self, pod: Pod) -> None:
@@ -487,8 +461,7 @@ class Node:
         if self.unwritten_since is not None and then - self.unwritten_since >= WRITTEN_WITHIN:
             self.write()
         for pod in self.pods:
-            creating = pod.busy and pod.busy.state == "is created"
-            if pod.busy and creating and then - pod.busy.allowed_at >= CREATED_WITHIN:
+            if pod.state == "is created" and then - pod.allowed_at >= CREATED_WITHIN:
                 self.a_container_fails(pod)
 
         self.world.now = then
@@ -505,9 +478,8 @@ class Node:
         self.drop_calls()
         for pod in {*self.pods, *self.memory}:
             pod.has_cgroup = pod.has_pause = pod.may_run = False
+            pod.ended, pod.state = 0, "waits"
             pod.files.clear()
-            for each in pod.containers:
-                each.state = "waits"
         self.pods = [pod for pod in self.pods if pod.lives and pod in self.memory]
         self.older = None
         self.pages = {}
@@ -522,7 +494,7 @@ class Node:
         self.drop_calls()
         for pod in self.pods:
             if pod is not mine:
-                pod.life, pod.has_cgroup, pod.may_run = "has ended", False, False
+                pod.life, pod.has_cgroup, pod.may_run = "ended", False, False
                 self.show(pod)
 
         self.pods = [mine]
@@ -531,7 +503,7 @@ class Node:
             self.time_passes(20.0)
 
         self.the_kubelet_calls(mine)
-        assert self.answer(mine) and mine.busy, "it waits for nobody"
+        assert self.answer(mine) and mine.is_busy, "it waits for nobody"
 
     @property
     def is_young(self) -> bool:
@@ -541,11 +513,13 @@ class Node:
     def users(self) -> Iterator[tuple[Pod, Container]]:
         """Yield who has chips: containers that run, and those of pods that the kubelet knows."""
         for pod in self.pods:
-            is_known = pod.lives and pod in self.memory
-            yield from ((pod, each) for each in pod.containers if is_known or each.is_busy)
+            if pod.lives and pod in self.memory:
+                yield from ((pod, each) for each in pod.containers)
+            elif pod.is_busy:
+                yield pod, pod.container
 
     def no_two_pods_run_on_one_chip_and_each_has_its_files(self) -> None:
-        running = [(pod, each) for pod, each in self.users() if each.state == "runs"]
+        running = [(pod, pod.container) for pod in self.pods if pod.state == "runs"]
         assert all(pod in self.pages[each.directory] for pod, each in running)
         for (one, first), (two, second) in itertools.combinations(running, 2):
             if one is not two and not first.chips.isdisjoint(second.chips):
@@ -557,7 +531,7 @@ class Node:
         for pod, each in self.users():
             if pod not in self.checkpoint and not pod.may_run:
                 continue  # it is not written yet, or an older writing is there
-            if not pod.has_cgroup and not self.is_young and not each.is_to_come:
+            if not pod.has_cgroup and not self.is_young and not pod.is_to_come:
                 continue  # it was not started again within two minutes
 
             mine = resources[each.entry.resource].devices
@@ -571,16 +545,13 @@ class Node:
 
     def nobody_who_is_gone_has_chips(self) -> None:
         """Nor a pod that the kubelet does not have, and that does not run."""
-        cgroups = {pod.uid for pod in self.pods if pod.has_cgroup}
-        running = {pod.uid for pod in self.pods if pod.may_run}
-        coming = {
-            each.token for pod in self.checkpoint for each in pod.containers if each.is_to_come
-        }
+        found = {pod.uid: pod for pod in (*self.pods, *self.memory, *self.checkpoint)}
         for hold in self.decision.holds:
-            if hold.token in self.seen:
-                assert hold.pod in cgroups or hold.token in coming or self.is_young
+            pod = found[hold.pod]
+            if pod in self.checkpoint:
+                assert pod.has_cgroup or pod.is_to_come or self.is_young
             else:
-                assert hold.pod in cgroups & running
+                assert pod.has_cgroup and pod.may_run
 
 
 @pytest.fixture
