@@ -52,7 +52,7 @@ def runs(kubelet: Kubelet, pod: str) -> bool:
 async def test_a_container_waits_until_a_pod_that_was_deleted_by_force_has_ended(
     kubelet: Kubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kubelet gives its device away at once. One line has whom the start waits for."""
+    """The kubelet gives its device away at once. One call, and one line with whom it waits for."""
     await kubelet.run_pod("first", N150)
     kubelet.force_delete("first")
     await kubelet.admit("second", "main", {N150: 1})
@@ -62,6 +62,7 @@ async def test_a_container_waits_until_a_pod_that_was_deleted_by_force_has_ended
     kubelet.end("first")
     await kubelet.running("second", "main")
     assert waits(caplog) == ["default/first must end first; it still has the device"]
+    assert len(kubelet.find("prestarting")) == 2
 
 
 async def test_a_start_that_waits_too_long_is_an_error_that_the_kubelet_repeats(

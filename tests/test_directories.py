@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, polls
-from tests.world.kubelet import AdmissionError, Kubelet
+from tests.conftest import StartDaemon, kubelet_of, polls
+from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
@@ -147,22 +147,29 @@ async def test_without_its_directory_for_locks_a_pod_is_refused_with_path_and_re
 # -- a directory exists while a current hold names it ----------------------------------------------
 
 
-async def test_a_directory_goes_with_its_pod_and_the_next_one_begins_with_an_empty_one(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon
+async def test_a_directory_goes_with_its_pod_before_the_next_one_starts_or_at_a_poll(
+    node: SimulatedNode, directory: Path, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages are free before the successor's container starts; else it goes at a poll."""
-    daemon = await start(interval=3600)
-    former = await run(kubelet, "one")
-    (former / PAGES).touch()
+    """So the successor finds the node's pages free, and an empty directory."""
+    monkeypatch.setattr(ttdp, "REMOVED_WITHIN", PATIENCE)
+    found: list[list[str]] = []
 
-    kubelet.delete("one")
-    own = await run(kubelet, "two")
-    await until(lambda: not former.exists())
-    assert names_in(own) == []
+    def look(event: Event) -> None:
+        if event.kind == "prestart":
+            found.append(names_in(around(node)))
 
-    await kubelet.remove_pod("two")
-    daemon.reload(health=ttdp.HealthSettings(interval=0.1))
-    await until(lambda: not own.exists())
+    async with kubelet_of(node, directory, on_event=look) as kubelet:
+        daemon = await start(interval=3600)
+        former = await run(kubelet, "one")
+        (former / PAGES).touch()
+
+        kubelet.delete("one")
+        own = await run(kubelet, "two")
+        assert found == [[former.name], [own.name]] and names_in(own) == []
+
+        await kubelet.remove_pod("two")
+        daemon.reload(health=ttdp.HealthSettings(interval=0.1))
+        await until(lambda: not own.exists())
 
 
 async def test_a_directory_is_there_before_the_kubelet_starts_and_if_somebody_has_removed_it(

@@ -127,9 +127,35 @@ def test_a_call_is_of_the_pods_with_a_cgroup_that_have_exactly_its_ids(
     assert world.call(entry()).callers == {FIRST}
 
 
+@pytest.mark.parametrize(
+    ("resource", "ids", "expected"),
+    [
+        (N150, [f"{bdf(1)}::1"], "allowed"),
+        (N150, [f"{bdf(2)}::1"], {FIRST}),
+        (N150, [bdf(1)], {FIRST}),
+        (f"{N150}.half", [f"{bdf(1)}::1"], {FIRST}),
+    ],
+    ids=["its device", "another device", "not shared", "another resource"],
+)
+def test_containers_share_a_chip_by_replicas_of_one_device_in_one_resource(
+    world: BookWorld, resource: str, ids: list[str], expected: str | set[str]
+) -> None:
+    """Else the second one waits, whatever its IDs are: after a reload they are others."""
+    first = entry(ids=[f"{bdf(1)}::0"])
+    second = entry(pod=SECOND, resource=resource, ids=ids)
+    world.run(first)
+    world.answer(second)
+    world.write(first, second)
+    world.make_cgroup(SECOND)
+
+    assert world.start(second) == expected
+
+
 def test_an_answer_keeps_its_directory_until_it_is_written_or_old(world: BookWorld) -> None:
     world.answer(entry())
-    assert world.book.unwritten(world.now + 29) and not world.book.unwritten(world.now + 30)
+    world.run(entry(2, pod=SECOND))
+    assert [each.chips for each in world.book.unwritten(world.now + 29)] == [{bdf(1)}]
+    assert not world.book.unwritten(world.now + 30)
 
     world.write(entry())
     world.look()
