@@ -84,17 +84,6 @@ async def test_a_start_that_waits_too_long_is_an_error_that_the_kubelet_repeats(
     await kubelet.running("second", "main")
 
 
-async def test_jobs_one_after_the_other_wait_for_nothing(
-    kubelet: Kubelet, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A pod that has ended has no cgroup any more."""
-    for number in range(5):
-        await kubelet.run_pod(f"job-{number}", N150)
-        kubelet.complete(f"job-{number}")
-
-    assert waits(caplog) == []
-
-
 async def test_of_two_pods_with_one_id_the_first_runs_until_one_is_deleted(
     node: SimulatedNode, kubelet: Kubelet, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.chips import bdf, chip, decide, hold
+from tests.chips import bdf, chip, decide
 from tests.world.book import ALWAYS, FIRST, N150, BookWorld, entry
 from tests.world.checkpoint import Entry, Held, Snapshot
 from ttdp import Mount, Settings
@@ -160,6 +160,27 @@ def test_an_answer_keeps_its_directory_until_it_is_written_or_old(world: BookWor
     world.write(entry())
     world.look()
     assert not world.book.unwritten(world.now)
+
+
+def test_an_answer_names_the_last_ones_directory_unless_a_pod_can_have_used_it(
+    world: BookWorld,
+) -> None:
+    """An init container's IDs are given to the pod's others, too; pages are there for one."""
+    given = entry(directory=Path("/dev/hugepages", ttdp.OWN_DIRECTORY, "one"))
+    world.answer(given)
+    world.write(given)
+
+    def name() -> str | None:
+        world.look()
+        return world.book.hugepages_for(N150, frozenset([bdf(1)]), world.now)
+
+    assert name() == "one"
+    world.make_cgroup()
+    assert name() is None
+    world.remove_cgroup()
+    assert name() == "one"
+    world.now += 30
+    assert name() is None
 
 
 def test_only_pods_that_were_started_are_saved(world: BookWorld) -> None:
@@ -415,31 +436,3 @@ def test_pods_have_the_names_of_their_log_directories(tmp_path: Path) -> None:
     assert names == {FIRST: "default/train-0", "c": "a/b\\x1b"}
     assert ttdp.name_of_pod(FIRST, names) == "default/train-0"
     assert ttdp.name_of_pod(SECOND, names) == f"pod {SECOND}"
-
-
-# -- lists -----------------------------------------------------------------------------------------
-
-P300, BOARD = "tenstorrent.com/p300", "tenstorrent.com/p300-board"
-BY_BOARD = Settings(unit="board")
-
-
-def test_an_id_that_only_a_hold_gives_is_not_given_again_and_a_withheld_one_says_why() -> None:
-    chips = [chip(3, "p300c", serial="A"), chip(4, "p300c", serial="A")]
-    decision = decide(chips, BY_BOARD, [hold("p300", bdf(3), buses=[3])])
-
-    with pytest.raises(ttdp.RequestError) as reserved:
-        ttdp.check_request(decision.resources[P300], [[bdf(3)]])
-    with pytest.raises(ttdp.RequestError) as withheld:
-        ttdp.check_request(decision.resources[BOARD], [["A"]])
-
-    code = ttdp.Status.FAILED_PRECONDITION
-    assert reserved.value.args[0] is withheld.value.args[0] is code
-    assert f"held until default/train ends (as {P300} {bdf(3)})" in withheld.value.args[1]
-
-
-def test_a_board_that_is_incomplete_after_a_reboot_is_healthy_for_the_pod_that_has_it() -> None:
-    """One chip reports its serial number later. Unhealthy, it would cost the pod its life."""
-    late = [chip(3, "p300c", serial="A"), chip(4, "p300c")]
-    found = decide(late, BY_BOARD, [hold("p300-board", "A", buses=[3, 4])]).resources[BOARD]
-
-    assert found.list_entries == [("A", True, ())]

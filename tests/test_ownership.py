@@ -25,54 +25,39 @@ def chips_of(kubelet: Kubelet, pod: str) -> set[str]:
     return set(variables[ttdp.ADDRESSES].split(","))
 
 
-async def lose_the_checkpoint(kubelet: Kubelet) -> None:
-    """Let a kubelet start that knows of no pod, while they run on."""
-    await kubelet.kill()
-    kubelet.corrupt("missing")
-    await kubelet.start()
-
-
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No chip is unhealthy for that. Others are preferred; a start waits for the last process."""
+    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """No chip is unhealthy for that. Others are preferred; a start waits for the last process.
+
+    A daemon that starts then knows the forgotten pod, too: it was saved before it started.
+    """
     caplog.set_level("INFO")
     chips = {chip.bdf for _ in range(2) for chip in node.add("p150a")}
-    await start(interval=FAST)
-    await kubelet.run_pod("train", P150)
-
-    await lose_the_checkpoint(kubelet)
-    started = kubelet.find("started")[-1].at
-    await kubelet.wait_for(lambda: kubelet.healthy(P150) == chips)
-    await kubelet.run_pod("next", P150)
-    assert chips_of(kubelet, "next") == chips - chips_of(kubelet, "train")
-
-    kubelet.force_delete("train")
-    await kubelet.admit("last", "main", {P150: 1})
-    assert chips_of(kubelet, "last") == chips_of(kubelet, "train")
-    await until(lambda: "default/train must end first" in caplog.text)
-    assert not kubelet.pods.get("last").has_containers and kubelet.killed == []
-
-    kubelet.end("train")
-    await kubelet.running("last", "main")
-    lists = kubelet.find("list", P150, since=started)
-    assert not any(event.fields["unhealthy_ids"] for event in lists)
-
-
-async def test_a_daemon_that_starts_too_knows_the_pods_that_the_kubelet_has_forgotten(
-    node: SimulatedNode, kubelet: Kubelet, directory: Path, short_tmp: Path
-) -> None:
-    """They were saved before their containers started."""
-    chips = {chip.bdf for _ in range(2) for chip in node.add("p150a")}
-    settings = settings_of(node, directory, interval=3600, state_dir=str(short_tmp))
+    settings = settings_of(node, directory, interval=FAST, state_dir=str(short_tmp))
     async with RunningDaemon(node, settings):
         await kubelet.run_pod("train", P150)
+        await kubelet.kill()
+        kubelet.corrupt("missing")
+        await kubelet.start()
+        started = kubelet.find("started")[-1].at
+        await kubelet.wait_for(lambda: kubelet.healthy(P150) == chips)
+        lists = kubelet.find("list", P150, since=started)
+        assert not any(event.fields["unhealthy_ids"] for event in lists)
 
-    await lose_the_checkpoint(kubelet)
     async with RunningDaemon(node, settings):
         await kubelet.run_pod("next", P150)
         assert chips_of(kubelet, "next") == chips - chips_of(kubelet, "train")
-        assert kubelet.killed == []
+
+        kubelet.force_delete("train")
+        await kubelet.admit("last", "main", {P150: 1})
+        assert chips_of(kubelet, "last") == chips_of(kubelet, "train")
+        await until(lambda: "default/train must end first" in caplog.text)
+        assert not kubelet.pods.get("last").has_containers and kubelet.killed == []
+
+        kubelet.end("train")
+        await kubelet.running("last", "main")
 
 
 async def test_a_kubelet_that_starts_finds_every_id_that_a_pod_holds(
