@@ -53,6 +53,17 @@ CALL_LASTS = 25.0
 MOST_PODS = 3
 
 
+Given = tuple[str, Collection[str]]  # a resource and IDs
+
+
+def are_shared(mine: Given, theirs: Given) -> bool:
+    """Return whether both have replicas of one device of one resource."""
+    devices = [
+        {each.partition("::")[0] for each in ids if "::" in each} for _, ids in (mine, theirs)
+    ]
+    return mine[0] == theirs[0] and not devices[0].isdisjoint(devices[1])
+
+
 class Container(NamedTuple):
     entry: Entry
     chips: frozenset[str]
@@ -62,12 +73,9 @@ class Container(NamedTuple):
     def is_shared(self) -> bool:
         return any("::" in each for each in self.entry.held.ids)
 
-    def shares(self, resource: str, ids: Collection[str]) -> bool:
-        """Whether these are replicas of a device of which it has a replica, too."""
-        mine = {each.partition("::")[0] for each in self.entry.held.ids if "::" in each}
-        theirs = {each.partition("::")[0] for each in ids if "::" in each}
-
-        return self.entry.resource == resource and not mine.isdisjoint(theirs)
+    @property
+    def given(self) -> Given:
+        return self.entry.resource, self.entry.held.ids
 
 
 @dataclass(eq=False, repr=False)
@@ -144,7 +152,7 @@ class Node:
         """One of all that can happen now; no rule is broken then."""
         weights, moves = zip(*self.moves(), strict=True)
         (move,) = self.draw.choices(moves, weights)
-        self.story.append(f"{self.world.now:g} s: {move.func.__name__} {move.args}")
+        self.story.append(f"{self.world.now:g} s: {move.func.__name__} {move.args} {move.keywords}")
 
         move()
 
@@ -158,8 +166,8 @@ class Node:
         if len(self.pods) < MOST_PODS:
             if free := self.ids(taken=False):
                 yield 8, partial(self.a_pod_is_admitted, free)
-            if taken := self.ids(taken=True):
-                yield self.twins, partial(self.a_pod_is_given_anothers_id, taken)
+            if taken := self.ids(taken=True):  # kubernetes #137534
+                yield self.twins, partial(self.a_pod_is_admitted, taken, is_twin=True)
 
         for pod in self.pods:
             yield from self.moves_of_pod(pod)
@@ -238,7 +246,7 @@ class Node:
             for hold in blockers:
                 assert hold.pod in running or pod.is_twin
                 assert not hold.chips.isdisjoint(container.chips)
-                assert not container.shares(hold.resource, hold.ids)
+                assert not are_shared(container.given, (hold.resource, hold.ids))
         if blockers != []:
             pod.waits = True
             return False
@@ -334,10 +342,6 @@ class Node:
             if ids := [each for each in healthy if ((name, each) in given) is taken]:
                 found[name] = ids
         return found
-
-    def a_pod_is_given_anothers_id(self, taken: dict[str, list[str]]) -> None:
-        """kubernetes #137534."""
-        self.a_pod_is_admitted(taken, is_twin=True)
 
     def a_pod_is_admitted(self, offered: dict[str, list[str]], *, is_twin: bool = False) -> None:
         draw = self.draw
@@ -510,38 +514,34 @@ class Node:
         """Whether the kubelet has not had the time to end pods."""
         return self.world.now - self.connected_at < CREATED_WITHIN
 
-    def users(self) -> Iterator[tuple[Pod, Container]]:
-        """Yield who has chips: containers that run, and those of pods that the kubelet knows."""
-        for pod in self.pods:
-            if pod.lives and pod in self.memory:
-                yield from ((pod, each) for each in pod.containers)
-            elif pod.is_busy:
-                yield pod, pod.container
-
     def no_two_pods_run_on_one_chip_and_each_has_its_files(self) -> None:
         running = [(pod, pod.container) for pod in self.pods if pod.state == "runs"]
         assert all(pod in self.pages[each.directory] for pod, each in running)
         for (one, first), (two, second) in itertools.combinations(running, 2):
             if one is not two and not first.chips.isdisjoint(second.chips):
-                assert first.shares(second.entry.resource, second.entry.held.ids)
+                assert are_shared(first.given, second.given)
 
     def no_pods_id_is_missing_and_none_of_its_chips_is_offered(self) -> None:
         resources = self.decision.resources
         held = {(hold.resource, each) for hold in self.decision.holds for each in hold.ids}
-        for pod, each in self.users():
+        free = [
+            ((name, {device_id}), device.addresses)
+            for name, resource in resources.items()
+            for device_id, device in resource.devices.items()
+            if (name, device_id) not in held and not device.reason
+        ]
+        for pod in self.pods:
             if pod not in self.checkpoint and not pod.may_run:
                 continue  # it is not written yet, or an older writing is there
             if not pod.has_cgroup and not self.is_young and not pod.is_to_come:
                 continue  # it was not started again within two minutes
 
-            mine = resources[each.entry.resource].devices
-            assert all(mine[device_id].reason is None for device_id in each.entry.held.ids)
-
-            for name, resource in resources.items():
-                for device_id, device in resource.devices.items():
-                    is_free = (name, device_id) not in held and not device.reason
-                    if is_free and not device.addresses.isdisjoint(each.chips):
-                        assert each.shares(name, {device_id})
+            is_known = pod.lives and pod in self.memory
+            for each in pod.containers if is_known else [pod.container] if pod.is_busy else ():
+                mine = resources[each.entry.resource].devices
+                assert all(mine[device_id].reason is None for device_id in each.entry.held.ids)
+                for given, addresses in free:
+                    assert addresses.isdisjoint(each.chips) or are_shared(each.given, given)
 
     def nobody_who_is_gone_has_chips(self) -> None:
         """Nor a pod that the kubelet does not have, and that does not run."""
@@ -552,6 +552,16 @@ class Node:
                 assert pod.has_cgroup or pod.is_to_come or self.is_young
             else:
                 assert pod.has_cgroup and pod.may_run
+
+        for name, resource in self.decision.resources.items():
+            for device_id, device in resource.devices.items():
+                holders = [
+                    hold
+                    for hold in self.decision.holds
+                    if not hold.chips.isdisjoint(device.addresses)
+                    and not are_shared((hold.resource, hold.ids), (name, {device_id}))
+                ]
+                assert holders or not device.withheld
 
 
 @pytest.fixture
