@@ -58,6 +58,13 @@ async def run(kubelet: Kubelet, pod: str) -> Path:
     return mounts(kubelet, pod)["/dev/hugepages-1G"]
 
 
+def use_rm(home: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rm be this shell command."""
+    (home / "rm").write_text(f"#!/bin/sh\n{command}\n")
+    (home / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+
+
 def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -148,9 +155,11 @@ async def test_without_its_directory_for_locks_a_pod_is_refused_with_path_and_re
 
 
 async def test_a_directory_goes_with_its_pod_before_the_next_one_starts_or_at_a_poll(
-    node: SimulatedNode, directory: Path, start: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    node: SimulatedNode, directory: Path, start: StartDaemon, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """So the successor finds the node's pages free, and an empty directory."""
+    use_rm(tmp_path, 'sleep 0.2; exec /bin/rm "$@"', monkeypatch)
     monkeypatch.setattr(ttdp, "REMOVED_WITHIN", PATIENCE)
     found: list[list[str]] = []
 
@@ -170,6 +179,23 @@ async def test_a_directory_goes_with_its_pod_before_the_next_one_starts_or_at_a_
         await kubelet.remove_pod("two")
         daemon.reload(health=ttdp.HealthSettings(interval=0.1))
         await until(lambda: not own.exists())
+
+
+async def test_a_directory_is_there_while_no_checkpoint_has_named_it_yet(
+    kubelet: Kubelet, start: StartDaemon, directory: Path
+) -> None:
+    daemon = await start(interval=0.1)
+    await kubelet.registered(N150)
+    await kubelet.manager.write_checkpoint()
+    await until(lambda: daemon.host.holds.has_read)
+
+    kubelet.file.path = directory.with_name("late")
+    await kubelet.admit("train", "main", {N150: 1})
+    await polls(daemon)
+    assert mounts(kubelet, "train")["/dev/hugepages-1G"].exists()
+
+    kubelet.file.path.rename(directory / ttdp.CHECKPOINT)
+    await kubelet.running("train", "main")
 
 
 async def test_a_directory_is_there_before_the_kubelet_starts_and_if_somebody_has_removed_it(
@@ -346,7 +372,7 @@ async def test_what_resists_is_a_problem_until_it_has_gone(own: Path, settings: 
             assert directories.unremoved and str(left) in str(directories.unremoved)
         assert (left / "inner/file").exists()
     finally:
-        subprocess.run(["umount", *own.glob(".closed-*/inner")], check=True)
+        subprocess.run(["umount", *own.glob("*closed*/inner")], check=True)
 
     assert (await removed(settings)).unremoved is None
     assert names_in(own) == []
@@ -369,15 +395,13 @@ async def test_a_start_waits_for_a_removal_but_not_for_long(
     own: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the loop goes on, and no second removal begins meanwhile."""
-    slow = own.parents[1] / "rm"
-    slow.write_text(f"#!/bin/sh\necho >>{slow}.runs; exec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    runs = own.parents[1] / "runs"
+    use_rm(own.parents[1], f"echo >>{runs}; exec sleep 60", monkeypatch)
     (own / "x").mkdir()
     directories = Directories()
 
     for _ in range(2):
         directories.remove_unnamed((), settings)
         await directories.removed(0.2)
-    await until(Path(f"{slow}.runs").exists)
-    assert Path(f"{slow}.runs").read_text() == "\n"
+    await until(runs.exists)
+    assert runs.read_text() == "\n"

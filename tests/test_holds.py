@@ -241,8 +241,10 @@ def test_a_checkpoint_that_cannot_be_used_is_as_if_it_had_not_changed(
 ) -> None:
     """It is a problem until the kubelet writes again; that there was none yet is not."""
     assert not world.look() and not world.book.has_read and world.book.problem is None
-    world.run(entry())
-    assert world.book.has_read
+    world.answer(entry())
+    world.write(entry())
+    world.make_cgroup()
+    assert world.look() and world.book.has_read
 
     DAMAGES[how](world.path)
     assert world.look() == {bdf(1)}
