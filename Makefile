@@ -11,7 +11,7 @@ DEMO := build/demo/tt-device-plugin.pyz
 
 # A target whose commands have failed is made again.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-pythons e2e e2e-newcomer bench fuzz soak lint generate clean
+.PHONY: help demo test test-pythons e2e e2e-newcomer bench soak lint generate clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,9 +34,6 @@ e2e-newcomer: $(VENV)/ready
 
 bench: $(VENV)/ready  ## measure latencies and costs, beside a bare gRPC server
 	@$(PY) -m tests.bench
-
-fuzz: $(VENV)/ready
-	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 soak: $(VENV)/ready
 	@$(PY) -m tests.bench soak

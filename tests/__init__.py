@@ -29,7 +29,6 @@ Layout, by chapter of ttdp.py:
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
     COMMAND LINE                      test_golden, test_cli, test_list, test_check, test_fix
-    several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts, test_manual
     the package's files, make         test_postinst, test_sbom, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
@@ -40,15 +39,17 @@ simulated node (the example below), what a command prints by a case of golden.py
 kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if
 they find other faults, as these:
 
-    who has a chip      test_holds: rules, each alone; test_holds_explored: any order of events, in
-                        one book of holds; test_ownership: that calls and loop obey the book;
-                        test_sequences: all outputs together; e2e: that kubelets are like ours
-    directories         test_holds: which one an answer names; test_directories: that it is there
+    who has a chip      test_holds: what is read, and for how long it counts; test_holds_explored:
+                        any order of events, in one book of holds; test_ownership and
+                        test_container_starts: that calls and loop obey the book; e2e: that
+                        kubelets are like ours
+    directories         test_holds_explored: which one an answer names; test_directories: that it
+                        is there
     a chip's faults     test_health: rules, each at its boundaries; test_chips: all, in any order
 
 The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
-of two pods with one ID as it is: for these, test_holds and test_directories have a test each. On a
-failure it prints the story, move by move; its seed makes it again.
+of two pods with one ID as it is. On a failure it prints the story, move by move; its seed makes it
+again.
 
 Helpers:
 
