@@ -1,18 +1,15 @@
-"""A reference kubelet: its side of the device plugin API.
+"""A reference kubelet: its side of the device plugin API, over real gRPC on real sockets.
 
-It is as strict as Kubernetes 1.36 and 1.37 together, over real gRPC on real sockets. Tests can also
-kill it, restart it and make it fail. `Kubelet.violations` lists what the original tolerates or
-fails of but a correct plugin never does, and every moment at which two pods run with one chip;
-tests assert that it stays empty. What the daemon's tests say here of pods, checkpoints and
-restarts, tests.e2e says of the originals.
-
-Its parts: eventlog, plugins (connections), devicemanager, checkpoint, pods.
+It is as strict as Kubernetes 1.36 and 1.37 together. `Kubelet.violations` lists what the original
+tolerates or fails of but a correct plugin never does, and every moment at which two pods run with
+one chip; tests assert that it stays empty. What the daemon's tests say here of pods, checkpoints
+and restarts, tests.e2e says of the originals.
 
 Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
 the alignment of devices by the Topology Manager, the crash by an ID that is not listed (it is a
 violation here), static pods, pods of several containers, an API server that is away, writes of the
-checkpoint that overtake each other (test_holds_explored has these), the removal of a resource five
-minutes after its plugin has gone, and GetAllocatableResources.
+checkpoint that overtake each other (test_holds_explored has these), and the removal of a resource
+five minutes after its plugin has gone.
 """
 
 from __future__ import annotations
@@ -32,10 +29,9 @@ import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
 from tests.world.checkpoint import CheckpointFile
-from tests.world.devicemanager import AdmissionError, Allocation, DeviceManager
+from tests.world.devicemanager import AdmissionError, Allocation, DeviceManager, Failure, rpc
 from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
-from tests.world.plugins import Failure, rpc
 from tests.world.pods import Pod, Pods, Runtime
 
 __all__ = ["AdmissionError", "Allocation", "Event", "Kubelet"]
@@ -49,8 +45,9 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
     Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
     the existing pods again, and kills those that it rejects (`killed`): when all resources are
-    listed again (see `plugins_are_back`), or after `pods_come` seconds (the original: 0.8 s after
-    `kubelet.sock` exists). Until then no pod is forgotten. `host` shows pods' processes.
+    listed again (a test can say when `plugins_are_back`), or after `pods_come` seconds (the
+    original: 0.8 s after `kubelet.sock` exists). Until then no pod is forgotten. `host` shows pods'
+    processes.
 
     Methods that name a pod take its name, for the latest pod of that name, or its UID.
     """
@@ -83,8 +80,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self.pods = Pods()
         self.manager = DeviceManager(self.directory, self.log, self.file, self.pods)
         self.pods_come = pods_come
-        self.plugins_are_back: Callable[[], bool] = self._lists_all_of_its_former_life
-        self._former: set[str] = set()  # resources of the former life
+        self.plugins_are_back: Callable[[], bool] | None = None
         self._admission = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
 
@@ -149,18 +145,16 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
     async def start(self) -> None:
         """Read the checkpoint, empty the directory, make `kubelet.sock`, and answer on it."""
-        assert not self._server, "the kubelet runs already"
+        assert not self._server
         self.alive = True
         self.pods.sources_ready = False
         for pod in self.pods:
             pod.known = False
         self.runtime.make_roots()
-        self._former.update(self.manager.plugins.listed)
+        former = {*self.manager.plugins.listed}
         self.manager = DeviceManager(self.directory, self.log, self.file, self.pods)
 
-        # 0755: the checkpoint's store makes the directory before the registration server would make
-        # it 0750.
-        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # for the checkpoint
         self.manager.read_checkpoint()
         for path in self.directory.iterdir():
             if path.is_socket():  # of plugins
@@ -174,7 +168,9 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             os.rename(f"{private}/s", self.socket)  # its ctime never changes afterwards
         self.log.record("started", socket=str(self.socket))
 
-        self._learning = asyncio.create_task(self._hear_of_pods())
+        # The checkpoint can be lost.
+        resources = former | self.manager.plugins.listed.keys()
+        self._learning = asyncio.create_task(self._hear_of_pods(resources))
         await self._server.start()
 
     async def stop(self) -> None:
@@ -240,27 +236,25 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
     # Admission
 
-    async def _hear_of_pods(self) -> None:
+    async def _hear_of_pods(self, resources: set[str]) -> None:
         """Admit the existing pods, the oldest first, also those that run.
 
         A running pod that is not admitted is killed (HandlePodAdditions and rejectPod of
         pkg/kubelet/kubelet.go, 1.33 to 1.37; its containers are orphans for HandlePodCleanups).
         """
+
+        def plugins_are_back() -> bool:
+            return all(map(self.manager.plugins.is_listed, resources))
+
         with contextlib.suppress(TimeoutError):
-            await self.wait_for(self.plugins_are_back, self.pods_come)
-        self._former.clear()
+            await self.wait_for(self.plugins_are_back or plugins_are_back, self.pods_come)
 
         for pod in [each for each in self.pods if each.wanted]:
-            pod.known = True
             if not pod.over:
                 with contextlib.suppress(AdmissionError):
                     await self._admit(pod, is_running=pod.has_containers)
         self.pods.sources_ready = True
         self.log.record("sources-ready")
-
-    def _lists_all_of_its_former_life(self) -> bool:
-        plugins = self.manager.plugins
-        return all(map(plugins.is_listed, {*plugins.listed, *self._former}))  # no checkpoint
 
     async def admit(self, pod: str, container: str, request: Mapping[str, int]) -> Allocation:
         """Admit a container of a pod, which is then started in the background, see `running`.
@@ -269,7 +263,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         know is ignored. A pod that has ended, or was deleted, is followed by a new one of its name,
         with another UID.
         """
-        assert self._learning and self.alive, "the kubelet does not run"
+        assert self._learning and self.alive
         await asyncio.wait({self._learning})  # older pods come first
 
         found = self.pods.get_or_add(pod)
@@ -306,9 +300,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
     def _work(self, pod: Pod) -> None:
         """Start the container of an admitted pod, if it does not run, and has not ended."""
-        task = self._starts.get(pod)
-        is_starting = task is not None and not task.done()
-        if not pod.has_containers and not pod.ending and not is_starting:
+        former = self._starts.get(pod)
+        if not pod.has_containers and not pod.ending and (not former or former.done()):
             self._starts[pod] = asyncio.create_task(self._start(pod))
 
     async def _start(self, pod: Pod) -> None:

@@ -81,12 +81,14 @@ def chips_in_conflict(one: tuple[str, Held], other: tuple[str, Held]) -> set[str
     They may as far as both use replicas, `<id>::<n>`, of the same devices of one resource; each of
     its devices has equally many chips.
     """
-    first, second = ({*held.answer.envs.get(ADDRESSES, "").split(",")} for _, held in (one, other))
-    both = (first & second) - {""}
-    mine, theirs = ({ident.partition("::")[0] for ident in held.ids} for _, held in (one, other))
-    if one[0] != other[0] or not all("::" in ident for ident in one[1].ids | other[1].ids):
-        return both
-    return both if len(both) > len(first) // len(mine) * len(mine & theirs) else set()
+    (resource, held), (other_resource, other_held) = one, other
+    chips, others = ({*each.answer.envs[ADDRESSES].split(",")} for each in (held, other_held))
+    devices, theirs = ({i.partition("::")[0] for i in each.ids} for each in (held, other_held))
+
+    are_replicas = all("::" in ident for ident in held.ids | other_held.ids)
+    shared = devices & theirs if are_replicas and resource == other_resource else set()
+    allowed = len(chips) // len(devices) * len(shared)
+    return chips & others if len(chips & others) > allowed else set()
 
 
 class Runtime:

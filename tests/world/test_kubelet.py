@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -62,26 +61,19 @@ async def test_a_plugin_must_end_its_stream_before_it_registers_again(kubelet: K
         ((N150, "a::0", "1"), (N150, "b::0", "1"), True),
         ((N150, "a::0", "1"), (P150, "a::1", "1"), True),
     ],
-    ids=[
-        "two chips", "a chip in common", "two resources", "replicas of one board",
-        "replicas of two devices", "replicas of two resources",
-    ],
-)  # fmt: skip
+    ids=["chips", "overlap", "resources", "replicas", "replicas of two", "replicas, resources"],
+)
 async def test_two_pods_that_run_with_one_chip_are_a_violation(
     kubelet: Kubelet, one: tuple[str, str, str], other: tuple[str, str, str], is_violation: bool
 ) -> None:
     """Unless both have replicas of one device of one resource; a pod deleted by force runs on."""
-    async with AsyncExitStack() as stack:
-        for number, (resource, ident, chips) in enumerate((one, other)):
-            another = another_plugin(kubelet, resource, ident, name=f"{number}.sock")
-            plugin = await stack.enter_async_context(another)
+    for resource, ident, chips in (one, other):
+        async with another_plugin(kubelet, resource, ident) as plugin:
             plugin.envs = {ADDRESSES: chips}
-            await kubelet.wait_for(lambda: ident in kubelet.healthy(resource))  # noqa: B023
-            await kubelet.run_pod(f"pod-{number}", resource)
-            kubelet.force_delete(f"pod-{number}")
-            await plugin.stop()
-            await kubelet.wait_for(lambda: not kubelet.healthy(resource))  # noqa: B023
-        assert bool(kubelet.violations) is is_violation, kubelet.violations
+            await kubelet.run_pod(ident, resource)
+            kubelet.force_delete(ident)
+        await kubelet.wait_for(lambda: not kubelet.healthy(resource))  # noqa: B023
+    assert bool(kubelet.violations) is is_violation, kubelet.violations
 
 
 @pytest.mark.parametrize(
