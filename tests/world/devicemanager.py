@@ -29,7 +29,6 @@ rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
 
 HEALTHY = "Healthy"
 DIAL_TIMEOUT = 10.0  # seconds for a plugin that registers before it serves
-NO_NUMA_NODE = -1
 T = TypeVar("T")
 
 
@@ -284,16 +283,11 @@ class DeviceManager:
         names = [device.name for device in answer.cdi_devices]
         return Allocation(held, {**answer.envs}, [*answer.mounts], [*answer.devices], names)
 
-    def _is_known(self, resource: str) -> bool:
-        """Return whether a plugin has registered the resource, or a pod has a device of it."""
-        return resource in self.plugins.listed or resource in self.pods.allocated
-
     def _dereference(self, resource: str, ids: Iterable[str]) -> None:
         """Use devices that a pod has, or is just getting.
 
-        Since 1.34 the original dies of one that is not listed: `ResourceDeviceInstances`
-        (pod_devices.go) holds pointers, which generateDeviceTopologyHints and
-        allocateContainerResources do not check.
+        Since 1.34 the original dies of one that is not listed: it holds pointers, which
+        generateDeviceTopologyHints and allocateContainerResources do not check.
         """
         for ident in {*ids} - self.plugins.listed.get(resource, {}).keys():
             text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
@@ -302,12 +296,12 @@ class DeviceManager:
     # Admission
 
     async def admit(self, pod: Pod, is_running: bool = False) -> Allocation:
-        """Give a pod the devices that it requests. Raises AdmissionError.
+        """Give a pod, that may be running already, the devices that it requests.
 
-        `is_running`: it did so when this kubelet started.
+        Raises AdmissionError. A resource that no plugin has registered, and no pod has, is ignored.
         """
         self.prune()
-        request = {r: n for r, n in pod.request.items() if self._is_known(r)}
+        known = {*self.plugins.listed, *self.pods.allocated}
 
         # The Topology Manager asks about them (GetTopologyHints()), with every policy but `none`.
         for resource, held in self.pods.of(pod.uid).items():
@@ -317,8 +311,8 @@ class DeviceManager:
         is_new = False
         try:
             # If one of several resources fails, the answers for the others stay in memory.
-            for resource, needed in self._shuffled(request.items()):
-                if not is_running and (ids := await self._choose(pod, resource, needed)):
+            for resource in [] if is_running else self._shuffled(known & pod.request.keys()):
+                if ids := await self._choose(pod, resource, pod.request[resource]):
                     await self._allocate(pod, resource, ids)
                     is_new = True
         except Failure as failure:
@@ -333,10 +327,9 @@ class DeviceManager:
     def _check_fit(self, pod: Pod) -> None:
         """Raise AdmissionError if a pod's request does not fit beside those of others.
 
-        Every pod must pass after Allocate, also one that runs already (predicateAdmitHandler.Admit
-        of pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37). Allocatable are the healthy devices;
-        if the pod has devices, at least the number of allocated ones (sanitizeNodeAllocatable): so
-        an intact checkpoint saves a pod whose device is Unhealthy.
+        Every pod must pass, also one that runs (pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37).
+        Allocatable are the healthy devices; if the pod has devices, at least the number of
+        allocated ones: so an intact checkpoint saves a pod whose device is Unhealthy.
         """
         others = [other for other in self._desired.active().values() if other is not pod]
         for resource, requested in pod.request.items():
@@ -413,7 +406,7 @@ class DeviceManager:
         listed = self.plugins.listed[resource]
         per_node: dict[int, list[str]] = {}
         for ident in self._shuffled(ids):
-            for node in numa_nodes(listed.get(ident, pb.Device())) or [NO_NUMA_NODE]:
+            for node in numa_nodes(listed.get(ident, pb.Device())) or [-1]:
                 per_node.setdefault(node, []).append(ident)
 
         held = Held(per_node, answer)

@@ -2,14 +2,12 @@
 
 It is as strict as Kubernetes 1.36 and 1.37 together. `Kubelet.violations` lists what the original
 tolerates or fails of but a correct plugin never does, and every moment at which two pods run with
-one chip; tests assert that it stays empty. What the daemon's tests say here of pods, checkpoints
-and restarts, tests.e2e says of the originals.
+one chip; tests assert that it stays empty.
 
-Left out: the scheduler, all predicates except the one of extended resources, the plugin watcher,
-the alignment of devices by the Topology Manager, the crash by an ID that is not listed (it is a
-violation here), static pods, pods of several containers, an API server that is away, writes of the
-checkpoint that overtake each other (test_holds_explored has these), and the removal of a resource
-five minutes after its plugin has gone.
+Left out: the scheduler, other predicates than that of extended resources, the alignment of devices
+by the Topology Manager, the crash by an ID that is not listed (it is a violation here), static
+pods, pods of several containers, an API server that is away, writes of the checkpoint that overtake
+each other (test_holds_explored has these), and the end of a resource whose plugin has gone.
 """
 
 from __future__ import annotations
@@ -43,13 +41,10 @@ BACK_OFF = 0.2  # seconds until a container is tried again (the original: 0.2 to
 class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
     """A kubelet that serves in `directory`, and the pods of its node.
 
-    Stopping or killing it forgets all but the checkpoint; pods run on. A kubelet that starts admits
-    the existing pods again, and kills those that it rejects (`killed`): when all resources are
-    listed again (a test can say when `plugins_are_back`), or after `pods_come` seconds (the
-    original: 0.8 s after `kubelet.sock` exists). Until then no pod is forgotten. `host` shows pods'
-    processes.
-
-    Methods that name a pod take its name, for the latest pod of that name, or its UID.
+    Its end forgets all but the checkpoint; pods run on. When all resources are listed again (a test
+    can say when `plugins_are_back`), or after `pods_come` seconds (the original: 0.8), a start
+    admits the existing pods again, and kills those that it rejects (`killed`). `host` shows pods'
+    processes. Methods take a pod's name, for the latest pod of that name, or its UID.
     """
 
     def __init__(
@@ -257,11 +252,9 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self.log.record("sources-ready")
 
     async def admit(self, pod: str, container: str, request: Mapping[str, int]) -> Allocation:
-        """Admit a container of a pod, which is then started in the background, see `running`.
+        """Admit a pod, which is then started in the background. Raises AdmissionError.
 
-        Raises AdmissionError: the pod is rejected as a whole. A resource that the kubelet does not
-        know is ignored. A pod that has ended, or was deleted, is followed by a new one of its name,
-        with another UID.
+        A pod that has ended, or was deleted, is followed by a new one, with another UID.
         """
         assert self._learning and self.alive
         await asyncio.wait({self._learning})  # older pods come first
@@ -305,10 +298,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             self._starts[pod] = asyncio.create_task(self._start(pod))
 
     async def _start(self, pod: Pod) -> None:
-        """Make the pod's cgroup and sandbox; then try to start its container until it runs.
-
-        The kubelet makes the cgroup before it mounts volumes and pulls images.
-        """
+        """Make the pod's cgroup and sandbox; then try to start its container until it runs."""
         if not pod.has_cgroup:
             pod.has_cgroup = True
             self.runtime.show(pod)

@@ -1,6 +1,6 @@
 """The pods of a reference kubelet's node: their objects, processes and cgroups.
 
-These outlive the kubelet. A pod has one container, and at most one at a time runs with a chip.
+These outlive the kubelet. A pod has one container.
 """
 
 from __future__ import annotations
@@ -47,13 +47,9 @@ class Pod:
 
 
 class Pods(list[Pod]):
-    """All pods of a node.
+    """All pods of a node."""
 
-    The kubelet learns of them when the API server answers. Until then sources are not ready, and no
-    pod is forgotten.
-    """
-
-    sources_ready = False
+    sources_ready = False  # has the API server answered? Until then no pod is forgotten
 
     def get(self, name: str) -> Pod:
         """Return the latest pod of this name, or the one that has this UID."""
@@ -94,9 +90,8 @@ def chips_in_conflict(one: tuple[str, Held], other: tuple[str, Held]) -> set[str
 class Runtime:
     """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
 
-    `host` is the node that has their processes and cgroups, of version 2; without one, nothing
-    shows them. A sandbox has a process, as containerd's. Whenever the containers of two pods run
-    with one chip, that is a violation, whatever the kubelet knows of the pods.
+    `host` is the node that has their processes and cgroups, of version 2, if any. A sandbox has a
+    process, as containerd's. It is a violation if two pods run with one chip at the same time.
     """
 
     def __init__(self, host: SimulatedNode | None, log: EventLog) -> None:
