@@ -21,7 +21,6 @@ from tests.world.cards import bus_of
 from tests.world.controls import Controls
 from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.pods import Container
 from tests.world.processes import (
     PATIENCE,
     Installation,
@@ -101,8 +100,7 @@ class Node:
         pods_come = ADMITS_AFTER if plugin_is_pod else PATIENCE
         self.kubelet = Kubelet(home / "dp", host=self.machine, pods_come=pods_come)
         if plugin_is_pod:
-            pod = self.kubelet.pods.get_or_add(PLUGIN)
-            pod.containers["main"] = Container("main")
+            self.kubelet.pods.get_or_add(PLUGIN)
 
         self._installation = installation
         self._interval = interval

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ttdp
-from tests.chips import bdf, chip
+from tests.chips import chip
 from tests.world.checkpoint import Entry, Held, Snapshot, replace
 from ttdp import Call, Hold, HoldBook, Mount, RequestError, SavedHolds, Settings
 
@@ -157,7 +157,3 @@ class BookWorld:
         self.write(given)
         self.make_cgroup(given.uid)
         assert self.start(given) == "allowed"
-
-
-# A chip of each bus, for Directories and lists.
-CHIPS = {bdf(bus): chip(bus, number=bus) for bus in range(9)}

@@ -94,7 +94,6 @@ class CheckpointFile:
 
     def write(self, snapshot: Snapshot) -> None:
         self._latest = snapshot
-        self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         replace(self.path, snapshot.json())
 
     def read(self) -> Snapshot:
@@ -102,12 +101,8 @@ class CheckpointFile:
         is_whole = self.path.is_file() and self.path.read_bytes() == self._latest.json()
         return self._latest if is_whole else Snapshot([], {})
 
-    def corrupt(self, how: Corruption | bytes) -> None:
-        """Damage the file, or replace it by these bytes."""
-        if how == "missing":
-            self.path.unlink(missing_ok=True)
-            return
-
+    def corrupt(self, how: Corruption) -> None:
+        """Damage the file until the next write."""
         whole = self.path.read_bytes() if self.path.is_file() else Snapshot([], {}).json()
         contents = {
             "empty": b"",
@@ -115,4 +110,7 @@ class CheckpointFile:
             "garbage": random.Random(1).randbytes(512),
             "checksum": whole.replace(b'"Checksum":', b'"Checksum":1'),
         }
-        replace(self.path, how if isinstance(how, bytes) else contents[how])
+        if how == "missing":
+            self.path.unlink(missing_ok=True)
+        else:
+            replace(self.path, contents[how])

@@ -1,4 +1,4 @@
-"""The reference kubelet's device manager: which devices a container gets and starts with.
+"""The reference kubelet's device manager: plugins, their lists, and what containers get of them.
 
 It follows `pkg/kubelet/cm/devicemanager` of Kubernetes; functions are named as in 1.37.1.
 One `DeviceManager` is one life of a kubelet: a restart makes another one.
@@ -6,56 +6,208 @@ One `DeviceManager` is one life of a kubelet: a restart makes another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
+from generated import deviceplugin_pb2_grpc
 from tests.world.checkpoint import CheckpointFile, Entry, Held, Snapshot
 from tests.world.eventlog import EventLog
-from tests.world.plugins import Config, Devices, Endpoint, Failure, Plugins, numa_nodes
 
 if TYPE_CHECKING:
-    from tests.world.pods import Container, Pod, Pods
+    from tests.world.pods import Pod, Pods
 
-NO_NUMA_NODE = -1
-PRE_START_TIMEOUT = 30.0  # seconds; no other call to a plugin has a deadline
+rpc: Any = deviceplugin_pb2_grpc  # grpcio-tools writes no types for the stubs
+
+HEALTHY = "Healthy"
+DIAL_TIMEOUT = 10.0  # seconds for a plugin that registers before it serves
+T = TypeVar("T")
+
+
+class Failure(Exception):
+    """A plain `error` of the original: Register answers UNKNOWN, admission wraps it."""
+
+
+def numa_nodes(device: pb.Device) -> list[int]:
+    return [node.ID for node in device.topology.nodes]
 
 
 class AdmissionError(Exception):
-    """A pod that the kubelet rejects, with the reason and message of `kubectl describe`.
+    """A rejected pod: UnexpectedAdmissionError or OutOf<resource>, and `kubectl`'s message."""
 
-    `reason` is UnexpectedAdmissionError or OutOf<resource>.
+
+class Client:
+    """The connection to a plugin's socket, with the ListAndWatch stream on it."""
+
+    def __init__(self, resource: str, path: str) -> None:
+        self.resource = resource
+        self.path = path
+        self.options = pb.DevicePluginOptions()
+        self.has_listed = False  # a list has come on the stream
+        self.closed = False
+
+        # As in Go, connections share nothing: an older socket's back-off must not delay this one.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(f"unix:{path}", options=options)
+        self.stub = rpc.DevicePluginStub(self._channel)
+
+    async def call(self, method: str, request: Any, **options: Any) -> Any:
+        """Return the answer to a call. Raises Failure, also if closing the client cancelled it."""
+        if self.closed:
+            raise Failure(f"endpoint {self.resource} has been stopped")
+        try:
+            return await getattr(self.stub, method)(request, **options)
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name.title().replace("_", "")
+            raise Failure(f"rpc error: code = {code} desc = {error.details()}") from error
+        except asyncio.CancelledError:
+            if not self.closed:
+                raise
+            raise Failure("rpc error: code = Canceled desc = the client is closing") from None
+
+    async def close(self) -> None:
+        self.closed = True
+        await self._channel.close()
+
+
+class Plugins:
+    """The plugins that have registered, their streams, and the devices that they have listed.
+
+    It is as strict as two generations of kubelets together. Before 1.37 there is one connection per
+    resource: when any stream of the resource ends, the newest connection is closed, so a plugin
+    that registers again first and ends its old stream afterwards loses both. Since 1.37 there is
+    one per socket: registering a connected socket is refused.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(f"{reason}: {message}")
-        self.reason = reason
-        self.message = message
+    def __init__(
+        self, directory: Path, log: EventLog, write_checkpoint: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.clients: dict[str, Client] = {}  # the newest of each resource
+        self.listed: dict[str, dict[str, pb.Device]] = {}  # the latest list of each resource
+        self._directory = directory
+        self._log = log
+        self._write_checkpoint = write_checkpoint
+        self._streams: dict[Client, asyncio.Task[None]] = {}  # all that have not ended
+
+    # Questions
+
+    @property
+    def open_streams(self) -> int:
+        """The number of streams whose end the kubelet has not noticed."""
+        return len(self._streams)
+
+    def is_listed(self, resource: str) -> bool:
+        """Return whether a plugin of the resource is connected and has sent its first list."""
+        client = self.clients.get(resource)
+        return client is not None and client.has_listed and not client.closed
+
+    def healthy(self, resource: str) -> set[str]:
+        """Return the devices that are listed as healthy, none after the end of the stream."""
+        listed = self.listed.get(resource, {}) if self.is_listed(resource) else {}
+        return {ident for ident, device in listed.items() if device.health == HEALTHY}
+
+    # Registration
+
+    async def register(self, request: pb.RegisterRequest) -> None:
+        """Answer a plugin's Register; raises Failure where the original returns an error."""
+        if request.version != "v1beta1":
+            raise Failure(f"requested API version {request.version!r} is not supported by kubelet")
+
+        client = Client(request.resource_name, f"{self._directory}/{request.endpoint}")
+        try:
+            await self._connect(client, request)
+        except BaseException:
+            await client.close()
+            raise
+
+        # Register is answered before the first list comes. The former client is not closed.
+        self.clients[client.resource] = client
+        self._streams[client] = asyncio.create_task(self._follow(client))
+        self._streams[client].add_done_callback(lambda _: self._streams.pop(client))
+
+    async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
+        """Dial back and ask for the options, all within the plugin's call of Register."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            is_early = probe.connect_ex(client.path) != 0
+        dial = {"wait_for_ready": True, "timeout": DIAL_TIMEOUT}
+        client.options = await client.call("GetDevicePluginOptions", pb.Empty(), **dial)
+
+        if is_early:  # gRPC has tried again, after a second
+            self._log.violation(f"{client.resource} registers before it serves")
+        if request.options != client.options:
+            self._log.violation(f"{client.resource} registers other options than it answers")
+        if any(each.path == client.path for each in self._streams):
+            self._log.violation(f"{client.resource} registers again while it is connected")
+            raise Failure(f"device plugin already connected: {client.path}")
+
+    # Streams
+
+    async def _follow(self, client: Client) -> None:
+        """Follow a ListAndWatch stream to its end, then close the connection that this ends."""
+        closed = (asyncio.CancelledError, grpc.aio.UsageError)  # by the kubelet
+        with contextlib.suppress(grpc.aio.AioRpcError, *closed):
+            async for response in client.stub.ListAndWatch(pb.Empty()):
+                await self._receive(client, response)
+        self._log.record("ended", resource=client.resource)
+
+        # The original looks the connection up again, and may find a newer one.
+        newest = self.clients[client.resource]
+        if newest is not client and not newest.closed:
+            text = "ended a stream after registering again: both are lost"
+            self._log.violation(f"{client.resource} {text}")
+        await newest.close()
+        await client.close()
+
+    async def _receive(self, client: Client, response: pb.ListAndWatchResponse) -> None:
+        """Replace the resource's list and write the checkpoint, even if nothing has changed."""
+        resource = client.resource
+        listed = {device.ID: device for device in response.devices}
+        nodes = [node for device in response.devices for node in numa_nodes(device)]
+        if len(listed) < len(response.devices) or any(node < 0 for node in nodes):
+            self._log.violation(f"{resource} lists an ID twice, or a negative NUMA node")
+
+        self.listed[resource] = listed
+        client.has_listed = True
+        await self._write_checkpoint()
+
+        healthy = self.healthy(resource)
+        ids = {"healthy_ids": sorted(healthy), "unhealthy_ids": sorted(listed.keys() - healthy)}
+        self._log.record("list", resource=resource, healthy=len(healthy), **ids)
+
+    async def drop(self) -> None:
+        """Break all connections, as after an error on each stream."""
+        for client in [*self.clients.values()]:
+            await client.close()
+
+    async def abandon(self) -> None:
+        """End all connections, as the end of the process does."""
+        await self.drop()
+        streams = [*self._streams.values()]
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
-@dataclass(slots=True)
-class Allocation:
-    """The answers for all resources of a container, merged as the kubelet does it."""
+class Allocation(NamedTuple):
+    """A container's devices, and the plugins' answers to Allocate, merged."""
 
-    held: dict[str, Held] = field(default_factory=dict)  # by resource
-    envs: dict[str, str] = field(default_factory=dict)
-    mounts: list[pb.Mount] = field(default_factory=list)
-    devices: list[pb.DeviceSpec] = field(default_factory=list)
-    cdi_devices: list[str] = field(default_factory=list)
+    held: dict[str, Held]  # by resource
+    envs: dict[str, str]
+    mounts: list[pb.Mount]
+    devices: list[pb.DeviceSpec]
+    cdi_devices: list[str]
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
         return {resource: frozenset(held.ids) for resource, held in self.held.items()}
-
-    def add(self, answer: pb.ContainerAllocateResponse) -> None:
-        """Merge an answer, except variables: what is there already wins."""
-        known = {spec.container_path for spec in self.devices}
-        self.devices.extend(d for d in answer.devices if d.container_path not in known)
-        known = {mount.container_path for mount in self.mounts}
-        self.mounts.extend(m for m in answer.mounts if m.container_path not in known)
-        names = [cdi.name for cdi in answer.cdi_devices]
-        self.cdi_devices.extend(name for name in names if name not in self.cdi_devices)
 
     def fields(self) -> dict[str, Any]:
         """Return the allocation as fields of an event."""
@@ -72,342 +224,212 @@ class PodDevices:
     """The devices of each pod, in the kubelet's memory (pod_devices.go)."""
 
     def __init__(self) -> None:
-        self.held: dict[str, dict[str, dict[str, Held]]] = {}  # pod's UID, container, resource
+        self.entries: list[Entry] = []
         self.allocated: dict[str, set[str]] = {}  # by resource; also what is just being allocated
 
-    def of(self, uid: str, container: str) -> dict[str, Held]:
-        """Return the devices of a container, by resource."""
-        return self.held.get(uid, {}).get(container, {})
-
-    def insert(self, uid: str, container: str, resource: str, held: Held) -> None:
-        self.held.setdefault(uid, {}).setdefault(container, {})[resource] = held
-
-    def forget(self, uids: Iterable[str]) -> None:
-        """Free the devices of these pods; the checkpoint follows with its next write."""
-        for uid in uids:
-            self.held.pop(uid, None)
-        self.recount()
+    def of(self, uid: str) -> dict[str, Held]:
+        """Return the devices of a pod, by resource."""
+        return {entry.resource: entry.held for entry in self.entries if entry.uid == uid}
 
     def recount(self) -> None:
         """Mark exactly those devices allocated that a pod has."""
         self.allocated = {}
-        for entry in self.entries():
+        for entry in self.entries:
             self.allocated.setdefault(entry.resource, set()).update(entry.held.ids)
-
-    def entries(self) -> list[Entry]:
-        return [
-            Entry(uid, container, resource, held)
-            for uid, containers in self.held.items()
-            for container, resources in containers.items()
-            for resource, held in resources.items()
-        ]
 
 
 class DeviceManager:
     """The device manager in one life of the kubelet."""
 
-    def __init__(self, config: Config, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
-        self.config = config
-        self.log = log
-        self.desired = desired
-        self.devices = Devices()
+    def __init__(self, directory: Path, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
         self.pods = PodDevices()
-        self.plugins = Plugins(config, log, self.devices, self.write_checkpoint)
+        self.plugins = Plugins(directory, log, self.write_checkpoint)
+        self._log = log
         self._file = file
+        self._desired = desired
+        self._random = random.Random(1)
 
-    def _snapshot(self) -> Snapshot:
-        healthy = self.devices.healthy.items()
-        registered = {resource: self.config.shuffled(ids) for resource, ids in healthy}
-        entries = self.pods.entries()
-        self.config.random.shuffle(entries)
-        return Snapshot(entries, registered)
+    def _shuffled(self, items: Iterable[T]) -> list[T]:
+        """Return the items in an order that no plugin can rely on, as Go's maps have none."""
+        ordered = sorted(items, key=repr)
+        return self._random.sample(ordered, len(ordered))
 
     async def write_checkpoint(self) -> None:
         """Write the checkpoint; returns when it is there."""
-        self._file.write(self._snapshot())
+        resources = self.plugins.listed
+        registered = {each: self._shuffled(self.plugins.healthy(each)) for each in resources}
+        self._file.write(Snapshot(self._shuffled(self.pods.entries), registered))
 
     def read_checkpoint(self) -> None:
         """Read which pod has which devices; resources stay empty until a plugin registers."""
         snapshot = self._file.read()
-        for uid, container, resource, held in snapshot.entries:
-            self.pods.insert(uid, container, resource, held)
+        self.pods.entries = [*snapshot.entries]
         self.pods.recount()
-
-        for resource in snapshot.registered:
-            self.devices.replace(resource, [])
-            self.plugins.endpoints[resource] = Endpoint()
-
-    def status(self) -> dict[str, tuple[int, int]]:
-        """Return capacity and allocatable by resource (GetCapacity())."""
-        return {
-            resource: (len(healthy) + len(self.devices.unhealthy.get(resource, ())), len(healthy))
-            for resource, healthy in self.devices.healthy.items()
-        }
+        self.plugins.listed = {resource: {} for resource in snapshot.registered}
 
     def prune(self) -> None:
         """Forget pods that have ended, in memory only (UpdateAllocatedDevices())."""
-        if not self.desired.sources_ready:
-            return
-        gone = self.pods.held.keys() - self.desired.active()
-        if gone:
-            self.log.record("forgotten", uids=sorted(gone))
-            self.pods.forget(gone)
+        active = self._desired.active()
+        kept = [entry for entry in self.pods.entries if entry.uid in active]
+        if self._desired.sources_ready and kept != self.pods.entries:
+            self.pods.entries = kept
+            self.pods.recount()
 
-    def is_known(self, resource: str) -> bool:
-        """Return whether a plugin has registered the resource, or a pod has a device of it."""
-        return resource in self.devices.healthy or resource in self.pods.allocated
+    def edits(self, uid: str) -> Allocation:
+        """Merge the answers for a pod's resources."""
+        held, answer = self.pods.of(uid), pb.ContainerAllocateResponse()
+        for each in held.values():
+            answer.MergeFrom(each.answer)
+        names = [device.name for device in answer.cdi_devices]
+        return Allocation(held, {**answer.envs}, [*answer.mounts], [*answer.devices], names)
 
-    def dereference(self, resource: str, ident: str) -> None:
-        """Use a device that a pod has, or is just getting, and that is not listed.
+    def _dereference(self, resource: str, ids: Iterable[str]) -> None:
+        """Use devices that a pod has, or is just getting.
 
-        Since 1.34 the original dies of that: `ResourceDeviceInstances` (pod_devices.go) holds
-        pointers, which generateDeviceTopologyHints and allocateContainerResources do not check.
+        Since 1.34 the original dies of one that is not listed: it holds pointers, which
+        generateDeviceTopologyHints and allocateContainerResources do not check.
         """
-        text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
-        self.log.violation(text)
+        for ident in {*ids} - self.plugins.listed.get(resource, {}).keys():
+            text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
+            self._log.violation(text)
 
-    def edits(self, uid: str, container: str) -> Allocation:
-        """Merge the answers of a container's resources: the first in Go's random order wins."""
-        result = Allocation()
-        by_resource = self.pods.of(uid, container).items()
-        for resource, held in self.config.shuffled(by_resource):
-            result.held[resource] = held
-            result.add(held.answer)
-            result.envs = {**held.answer.envs, **result.envs}
-        return result
+    # Admission
 
+    async def admit(self, pod: Pod, is_running: bool = False) -> Allocation:
+        """Give a pod, that may be running already, the devices that it requests.
 
-# ---------------------------------------------------------------------------------- admission
+        Raises AdmissionError. A resource that no plugin has registered, and no pod has, is ignored.
+        """
+        self.prune()
+        known = {*self.plugins.listed, *self.pods.allocated}
 
+        # The Topology Manager asks about them (GetTopologyHints()), with every policy but `none`.
+        for resource, held in self.pods.of(pod.uid).items():
+            if any(map(numa_nodes, self.plugins.listed.get(resource, {}).values())):
+                self._dereference(resource, held.ids)
 
-def check_fit(
-    manager: DeviceManager, uid: str, request: Mapping[str, int], used: Mapping[str, int]
-) -> None:
-    """Raise AdmissionError if a pod's request does not fit beside what other pods `used`.
-
-    Every pod must pass after Allocate, also one that runs already (predicateAdmitHandler.Admit of
-    pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37). Allocatable are the healthy devices; if the
-    pod has devices, at least the number of allocated devices (sanitizeNodeAllocatable): so an
-    intact checkpoint saves a pod whose device is Unhealthy, and without one the pod is rejected.
-    """
-    for resource, (_, allocatable) in manager.status().items():
-        requested = request.get(resource, 0)
-        if uid in manager.pods.held:
-            allocatable = max(allocatable, len(manager.pods.allocated.get(resource, ())))
-        if requested > max(0, allocatable - used.get(resource, 0)):
-            numbers = f"requested: {requested}, used: {used.get(resource, 0)}"
-            text = f"Node didn't have enough resource: {resource}, {numbers}"
-            raise AdmissionError(f"OutOf{resource}", f"{text}, capacity: {allocatable}")
-
-
-class ContainerDevices:
-    """The devices of one container: its admission, and its starts.
-
-    `running`: it runs, and did so when this kubelet started.
-    """
-
-    def __init__(
-        self, manager: DeviceManager, pod: Pod, container: Container, running: bool = False
-    ) -> None:
-        self._manager = manager
-        self._pods = manager.pods
-        self._uid = pod.uid
-        self._container = container
-        self._running = running
-        self._who = {"pod": pod.name, "container": container.name}
-
-    def _held(self, resource: str) -> Held | None:
-        return self._pods.of(self._uid, self._container.name).get(resource)
-
-    async def admit(self) -> Allocation:
-        """Give the container the devices that it requests. Raises AdmissionError."""
-        manager = self._manager
-        known = {r: n for r, n in self._container.request.items() if manager.is_known(r)}
-        self._find_hints(known)
+        is_new = False
         try:
-            await self._allocate_all(known)
+            # If one of several resources fails, the answers for the others stay in memory.
+            for resource in [] if is_running else self._shuffled(known & pod.request.keys()):
+                if ids := await self._choose(pod, resource, pod.request[resource]):
+                    await self._allocate(pod, resource, ids)
+                    is_new = True
         except Failure as failure:
             message = f"Allocate failed due to {failure}, which is unexpected"
             raise AdmissionError("UnexpectedAdmissionError", message) from failure
-        return manager.edits(self._uid, self._container.name)
 
-    def _find_hints(self, request: Mapping[str, int]) -> None:
-        """Use the devices that the Topology Manager asks about (GetTopologyHints()).
-
-        Nothing is aligned here: all that matters to a plugin is that an unlisted device is fatal.
-        The original does so with every policy but `none`.
-        """
-        manager = self._manager
-        manager.prune()
-        for resource in request:
-            held = self._held(resource)
-            if held and manager.devices.has_topology(resource):
-                for ident in held.ids - manager.devices.listed[resource].keys():
-                    manager.dereference(resource, ident)
-
-    async def _allocate_all(self, request: Mapping[str, int]) -> None:
-        """Allocate all resources; the checkpoint is written once if the container got any.
-
-        If one of several fails, the answers for the others stay in memory, and come into the file
-        with the next write, of a pod that was rejected (allocateContainerResources()).
-        """
-        manager = self._manager
-        if request:
-            manager.prune()
-
-        is_new = False
-        for resource, needed in manager.config.shuffled(request.items()):
-            if chosen := await self._choose(resource, needed):
-                await self._allocate(resource, chosen)
-                is_new = True
         if is_new:
-            await manager.write_checkpoint()
+            await self.write_checkpoint()
+        self._check_fit(pod)
+        return self.edits(pod.uid)
 
-    async def _allocate(self, resource: str, ids: set[str]) -> None:
-        """Call Allocate, and remember the answer."""
-        manager = self._manager
-        container = pb.ContainerAllocateRequest(devices_ids=manager.config.shuffled(ids))
-        request = pb.AllocateRequest(container_requests=[container])
-        try:
-            response = await self._call(resource, "Allocate", request)
-        except Failure:
-            self._pods.recount()
-            raise
+    def _check_fit(self, pod: Pod) -> None:
+        """Raise AdmissionError if a pod's request does not fit beside those of others.
 
-        manager.log.record("allocate", resource=resource, **self._who, ids=sorted(ids))
-        answer = self._inspect(resource, response)
-
-        # A device on two NUMA nodes stands in both lists.
-        per_node: dict[int, list[str]] = {}
-        for ident in manager.config.shuffled(ids):
-            device = manager.devices.get(resource, ident)
-            if device is None:
-                manager.dereference(resource, ident)
-            for node in numa_nodes(device) or [NO_NUMA_NODE]:
-                per_node.setdefault(node, []).append(ident)
-
-        held = Held(per_node, answer)
-        self._pods.insert(self._uid, self._container.name, resource, held)
-
-    def _inspect(
-        self, resource: str, response: pb.AllocateResponse
-    ) -> pb.ContainerAllocateResponse:
-        """Return the one answer that there should be."""
-        log, answers = self._manager.log, response.container_responses
-        if len(answers) != 1:
-            log.violation(f"{resource} answers Allocate of one container for {len(answers)}")
-        if not answers:
-            raise Failure(f"no containers return in allocation response {response}")
-
-        for spec in answers[0].devices:
-            if not spec.permissions or set(spec.permissions) - set("rwm"):
-                text = f"gives {spec.host_path} the permissions {spec.permissions!r}"
-                log.violation(f"{resource} {text}")
-        return answers[0]
-
-    def _endpoint(self, resource: str) -> Endpoint:
-        return self._manager.plugins.endpoints.get(resource, Endpoint())
-
-    async def _call(
-        self, resource: str, method: str, request: Any, timeout: float | None = None
-    ) -> Any:
-        """Return the answer of the resource's plugin. Raises Failure."""
-        client = self._endpoint(resource).running(resource)
-        return await client.answer(getattr(client.stub, method)(request, timeout=timeout))
-
-    # The choice of devices (devicesToAllocate())
-
-    async def _choose(self, resource: str, required: int) -> set[str]:
-        """Return the devices to be allocated; none if the container has all that it requests."""
-        if not self._needs_any(resource, required):
-            return set()
-        taken = self._pods.allocated.setdefault(resource, set())
-        available = self._manager.devices.healthy[resource] - taken
-        if len(available) < required:
-            numbers = f"Requested: {required}, Available: {len(available)}"
-            raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
-
-        preferred = await self._prefer(resource, available, required)
-        shuffled = self._manager.config.shuffled
-        chosen = [*shuffled(preferred & available), *shuffled(available - preferred)][:required]
-        taken.update(chosen)
-        return {*chosen}
-
-    def _needs_any(self, resource: str, required: int) -> bool:
-        """Return whether there is anything to allocate; Failure if the container cannot have it.
-
-        A container that ran when the kubelet started passes ("Container detected running, nothing
-        to do"). After a reboot none does: pods are admitted whether their plugins have registered
-        or not, and the three checks of health reject those whose plugin is late.
+        Every pod must pass, also one that runs (pkg/kubelet/lifecycle/predicate.go, 1.33 to 1.37).
+        Allocatable are the healthy devices; if the pod has devices, at least the number of
+        allocated ones: so an intact checkpoint saves a pod whose device is Unhealthy.
         """
-        held = self._held(resource)
-        have = held.ids if held else set()
-        if self._running:
-            return False
+        others = [other for other in self._desired.active().values() if other is not pod]
+        for resource, requested in pod.request.items():
+            used = sum(other.request.get(resource, 0) for other in others)
+            allocatable = len(self.plugins.healthy(resource))
+            if self.pods.of(pod.uid):
+                allocatable = max(allocatable, len(self.pods.allocated.get(resource, ())))
 
-        healthy = self._manager.devices.healthy.get(resource, set())
+            if resource in self.plugins.listed and requested > max(0, allocatable - used):
+                numbers = f"requested: {requested}, used: {used}, capacity: {allocatable}"
+                text = f"Node didn't have enough resource: {resource}, {numbers}"
+                raise AdmissionError(f"OutOf{resource}", text)
+
+    async def _choose(self, pod: Pod, resource: str, required: int) -> set[str]:
+        """Return the devices to be allocated; none if the pod has all (devicesToAllocate()).
+
+        After a reboot pods are admitted whether their plugins have registered or not, and the
+        checks of health reject those whose plugin is late.
+        """
+        held = self.pods.of(pod.uid).get(resource)
+        have = held.ids if held else set()
+        healthy = self.plugins.healthy(resource)
         unhealthy = f"cannot allocate unhealthy devices {resource}"
         if not healthy:
             raise Failure(f"no healthy devices present; {unhealthy}")
         if not have <= healthy:
             raise Failure(f"previously allocated devices are no longer healthy; {unhealthy}")
+        if required <= len(have):
+            return set()
 
-        return required > len(have)
+        taken = self.pods.allocated.setdefault(resource, set())
+        available = healthy - taken
+        if len(available) < required:
+            numbers = f"Requested: {required}, Available: {len(available)}"
+            raise Failure(f"requested number of devices unavailable for {resource}. {numbers}")
+
+        preferred = await self._prefer(resource, available, required)
+        others = self._shuffled(available - preferred)
+        chosen = [*self._shuffled(preferred & available), *others][:required]
+        taken.update(chosen)
+        return {*chosen}
 
     async def _prefer(self, resource: str, available: set[str], size: int) -> set[str]:
-        """Return the plugin's preference, if it has one; unavailable devices in it are ignored."""
-        manager, endpoint = self._manager, self._endpoint(resource)
-        if not endpoint.options or not endpoint.options.get_preferred_allocation_available:
+        """Return the plugin's preference, if it has one."""
+        client = self.plugins.clients[resource]
+        if not client.options.get_preferred_allocation_available:
             return set()
 
         question = pb.ContainerPreferredAllocationRequest(
-            available_deviceIDs=manager.config.shuffled(available),
-            allocation_size=size,
+            available_deviceIDs=self._shuffled(available), allocation_size=size
         )
         request = pb.PreferredAllocationRequest(container_requests=[question])
+        response = await client.call("GetPreferredAllocation", request)
 
+        (answer,) = response.container_responses
+        ids = {*answer.deviceIDs}
+        if not len(answer.deviceIDs) == len(ids) == size or not ids <= available:
+            self._log.violation(f"{resource} prefers {answer.deviceIDs}, not {size} available ones")
+        return ids
+
+    async def _allocate(self, pod: Pod, resource: str, ids: set[str]) -> None:
+        """Call Allocate, and remember the answer."""
+        container = pb.ContainerAllocateRequest(devices_ids=self._shuffled(ids))
+        request = pb.AllocateRequest(container_requests=[container])
         try:
-            response = await self._call(resource, "GetPreferredAllocation", request)
-        except Failure as failure:
-            text = f"device plugin GetPreferredAllocation rpc failed with err: {failure}"
-            raise Failure(text) from failure
+            response = await self.plugins.clients[resource].call("Allocate", request)
+        except Failure:
+            self.pods.recount()
+            raise
+        (answer,) = response.container_responses
 
-        answers = response.container_responses
-        ids = list(answers[0].deviceIDs) if answers else []
-        if len(answers) != 1 or len(ids) != size or len(set(ids)) != size:
-            manager.log.violation(f"{resource} prefers {ids} where {size} devices were asked for")
-        if not set(ids) <= available:
-            manager.log.violation(f"{resource} prefers {ids}: not all are available")
+        # The list can have changed meanwhile. A device on two NUMA nodes stands in both lists.
+        self._dereference(resource, ids)
+        listed = self.plugins.listed[resource]
+        per_node: dict[int, list[str]] = {}
+        for ident in self._shuffled(ids):
+            for node in numa_nodes(listed.get(ident, pb.Device())) or [-1]:
+                per_node.setdefault(node, []).append(ident)
 
-        return set(ids)
+        held = Held(per_node, answer)
+        self.pods.entries.append(Entry(pod.uid, pod.container, resource, held))
 
-    # The start of a container (GetDeviceRunContainerOptions())
+    async def prepare(self, pod: Pod) -> Allocation:
+        """Call PreStartContainer if a plugin requires it (GetDeviceRunContainerOptions()).
 
-    async def prepare(self) -> Allocation:
-        """Call PreStartContainer if a plugin requires it. Failure: the container cannot start."""
-        manager = self._manager
-        wanted = [r for r, n in self._container.request.items() if n and manager.is_known(r)]
-        for resource in manager.config.shuffled(wanted):
-            await self._pre_start(resource)
-        return manager.edits(self._uid, self._container.name)
+        Raises Failure: the container cannot start.
+        """
+        edits = self.edits(pod.uid)
+        for resource in self._shuffled(r for r, number in pod.request.items() if number):
+            client = self.plugins.clients.get(resource)
+            if not client or not client.options.pre_start_required:
+                continue
+            if resource not in edits.ids:
+                text = "no devices found allocated in local cache"
+                raise Failure(f"{text} for pod {pod.uid}, resource {resource}")
 
-    async def _pre_start(self, resource: str) -> None:
-        manager, endpoint, held = self._manager, self._endpoint(resource), self._held(resource)
-        if not endpoint.options or not endpoint.options.pre_start_required:
-            return
-        if not held:
-            where = f"pod {self._uid}, container {self._container.name}"
-            text = f"no devices found allocated in local cache for {where}, resource {resource}"
-            raise Failure(text)
-
-        who = {"resource": resource, **self._who, "ids": sorted(held.ids)}
-        manager.log.record("prestarting", **who)
-
-        request = pb.PreStartContainerRequest(devices_ids=manager.config.shuffled(held.ids))
-        try:
-            await self._call(resource, "PreStartContainer", request, PRE_START_TIMEOUT)
-        except Failure as failure:
-            text = f"device plugin PreStartContainer rpc failed with err: {failure}"
-            raise Failure(text) from failure
-
-        manager.log.record("prestart", **who)
+            ids = self._shuffled(edits.ids[resource])
+            who = {"resource": resource, "pod": pod.name, "ids": ids}
+            request = pb.PreStartContainerRequest(devices_ids=ids)
+            self._log.record("prestarting", **who)
+            await client.call("PreStartContainer", request, timeout=30.0)  # others: no deadline
+            self._log.record("prestart", **who)
+        return edits

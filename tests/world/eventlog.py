@@ -34,7 +34,7 @@ class Event:
 class EventLog:
     """The events so far, and the violations: what a correct plugin never causes."""
 
-    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
         self.events: list[Event] = []
         self.violations: list[str] = []
         self._on_event = on_event
@@ -59,10 +59,7 @@ class EventLog:
         return [e for e in found if resource in (None, e.fields.get("resource"))]
 
     async def wait_for(
-        self,
-        predicate: Callable[[], T],
-        timeout: float | None = PATIENCE,
-        what: str = "an event",
+        self, predicate: Callable[[], T], timeout: float = PATIENCE, what: str = "an event"
     ) -> T:
         """Return the predicate's first true value; it is evaluated again after every event.
 
