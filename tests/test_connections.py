@@ -84,18 +84,6 @@ async def test_each_connection_to_the_status_socket_gets_the_view_of_that_moment
     assert not status_socket(daemon).exists()
 
 
-async def test_without_a_status_socket_the_daemon_works(
-    start: StartDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line has the reason, and what it means."""
-    daemon = await start(interval=AN_HOUR, runtime_dir=str(tmp_path / "missing"))
-    await daemon.ready()
-
-    reason = "No such file or directory; list, check and fix cannot reach this daemon"
-    line = f"cannot open the status socket {status_socket(daemon)}: {reason}"
-    assert caplog.messages.count(line) == 1
-
-
 async def test_get_metrics_is_answered_and_any_other_request_gets_404(
     daemon: RunningDaemon, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

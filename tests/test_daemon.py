@@ -1,9 +1,10 @@
-"""The daemon's start, its turns, and its end; its own errors; the kubelet's directory."""
+"""The daemon: its start, turns, errors, end and reloads; the kubelet's directory."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import time
@@ -13,14 +14,15 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, errors, kubelet_of, no_descriptors, plugin_sockets
+from tests.conftest import StartDaemon, errors, kubelet_of, no_descriptors, plugin_sockets, polls
 from tests.world.kubelet import Kubelet
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
 from tests.world.simulation import RunningDaemon, settings_of
 
-N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
+NAMES = ("n150", "p150", "p150a", "wormhole")
+N150, P150, P150A, ARCH = (f"tenstorrent.com/{name}" for name in NAMES)
 AN_HOUR = 3600.0
 NO_DEVICE = "no Tenstorrent device on this node; waiting for one"
 EMFILE = "Too many open files"
@@ -109,24 +111,6 @@ async def test_it_is_ready_when_the_driver_has_bound_to_every_card(
     assert daemon.notes[daemon.notes.index("READY=1") - 1] == status
 
 
-async def test_it_is_ready_after_ten_seconds_without_a_card(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """One line names the card; it is found all the same when it comes."""
-    assert ttdp.BIND_TIMEOUT == 10.0
-    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 0.3)
-    (chip,) = node.add("n150")
-    chip.unbind()
-
-    daemon = await start(interval=AN_HOUR)
-    await daemon.ready()
-
-    assert caplog.messages.count(f"{chip.bdf}: no device file; starting without it") == 1
-    chip.bind()
-    await until(lambda: daemon.status.startswith(f"1 × {N150}, 1 healthy"))
-
-
 CANNOT_BE_BOUND: dict[str, Callable[[SimulatedNode, Card], object]] = {
     "no driver is loaded": lambda node, card: node.unload_driver(),
     "another driver has it": lambda node, card: card.bind_to("vfio-pci"),
@@ -134,15 +118,19 @@ CANNOT_BE_BOUND: dict[str, Callable[[SimulatedNode, Card], object]] = {
     "it is a Grayskull": lambda node, card: card.write("device", b"0xfaca\n"),
     "it has left the bus": lambda node, card: card.vanish(),
     "it is out of service": lambda node, card: None,
+    "it does not come for ten seconds": lambda node, card: None,
 }
 
 
 @pytest.mark.parametrize("why", CANNOT_BE_BOUND)
 async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
-    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    """Nor for one that it shall not have."""
-    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", AN_HOUR)
+    node: SimulatedNode, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, why: str,
+) -> None:  # fmt: skip
+    """Nor for one that it shall not have, nor for ever: one line names that."""
+    assert ttdp.BIND_TIMEOUT == 10.0
+    is_late = why == "it does not come for ten seconds"
+    monkeypatch.setattr(ttdp, "BIND_TIMEOUT", 0.3 if is_late else AN_HOUR)
     (card,) = node.add("n150")
     card.unbind()
     CANNOT_BE_BOUND[why](node, card)
@@ -150,6 +138,8 @@ async def test_it_does_not_wait_for_a_function_that_the_driver_cannot_have(
 
     daemon = await start(interval=AN_HOUR, exclude=excluded)
     await daemon.ready()
+    line = f"{card.bdf}: no device file; starting without it"
+    assert caplog.messages.count(line) == is_late
 
 
 @pytest.mark.parametrize(
@@ -370,7 +360,7 @@ async def test_a_second_daemon_ends_and_leaves_the_first_one_alone(
         asking.connect(f"{short_tmp}/{ttdp.STATUS_SOCKET}")
 
 
-# -- the end, and the next start -------------------------------------------------------------------
+# -- the end -------------------------------------------------------------------
 
 
 async def test_it_can_end_at_any_moment_of_its_start(
@@ -401,23 +391,127 @@ async def test_it_can_end_at_any_moment_of_its_start(
     assert not [line for line in errors(caplog) if "Registration/Register" not in line]
 
 
-async def test_a_restart_keeps_chips_and_holds(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Also of a chip whose driver is not loaded any more; no recovery of one that was well."""
-    (chip,) = node.add("n150")
-    daemon = await start(interval=AN_HOUR, state_dir=str(tmp_path))
-    await kubelet.run_pod("pod", N150)
-    await daemon.stop()
-    node.on_uevent = None
-    chip.vanish()
-    node.unload_driver()
+# -- reloads --------------------------------------------------------------------------------------
 
-    daemon = await start(interval=AN_HOUR, state_dir=str(tmp_path))
+
+async def test_a_reload_is_between_reloading_and_ready(
+    node: SimulatedNode, start: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RELOADING=1 has the time on the monotonic clock; at READY=1 the settings are in force.
+
+    A new interval counts from now on, not from the end of the last one, an hour from now.
+    """
+    caplog.set_level("DEBUG")
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await daemon.ready()
+    daemon.forget_notes()
+    before = time.monotonic_ns() // 1000
+
+    health = ttdp.HealthSettings(interval=0.05)
+    daemon.reload(resource_naming="arch", log_level="error", health=health)
     await daemon.ready()
 
-    (row,) = daemon.view()["chips"]
-    assert (row["bdf"], [pod["pod"] for pod in row["pods"]]) == (chip.bdf, ["pod"])
-    assert row["reason"].startswith("PCI device is gone") and row["serial"] is not None
-    assert "healthy again" not in caplog.text
+    reloading, *_, status, ready = daemon.notes
+    match = re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=(\d+)", reloading)
+    assert match and before <= int(match[1]) <= time.monotonic_ns() // 1000
+    assert status.startswith(f"STATUS=1 × {ARCH}, 1 healthy") and ready == "READY=1"
+    assert "configuration reloaded" not in caplog.messages  # the new level is in force
+
+    await polls(daemon)
+    assert daemon.notes.count("READY=1") == 1
+
+
+async def test_a_rejected_configuration_changes_nothing_and_is_shown_until_it_is_valid(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, status and view have the reason; systemd hears that the reload has ended."""
+    (chip,) = node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    valid = daemon.loaded
+    error = "config.toml: unit: 'half' is not valid; must be chip or board"
+
+    def reject() -> ttdp.Settings:
+        raise ttdp.ConfigError(error)
+
+    daemon.loaded = reject
+    daemon.forget_notes()
+    daemon.reload()
+    await daemon.ready()
+    reason = f"the configuration was rejected at the last reload: {error}"
+    assert reason in daemon.status and daemon.view()["rejected"] == error
+    assert errors(caplog) == [f"reload failed, keeping the old configuration: {error}"]
+
+    chip.vanish()
+    await kubelet.wait_for(lambda: kubelet.unhealthy(N150))
+    assert reason in daemon.status
+
+    daemon.loaded = valid
+    daemon.reload()
+    await until(lambda: reason not in daemon.status)
+    assert daemon.view()["rejected"] is None and len(kubelet.find("register")) == 1
+
+
+async def test_root_and_the_kubelets_directory_take_a_restart(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, short_tmp: Path, directory: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A line for each; every other key takes effect, and the sockets stay where they are."""
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await daemon.ready()
+    elsewhere = str(short_tmp / "elsewhere")
+
+    daemon.reload(device_plugin_dir=elsewhere, root=elsewhere, resource_naming="arch")
+    await kubelet.registered(ARCH)
+
+    for key, value in (("device_plugin_dir", directory), ("root", node.root)):
+        line = f"{key} needs a restart to change; still using {value}"
+        assert caplog.messages.count(line) == 1
+
+
+async def test_files_for_others_move_with_their_keys(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those at the former paths are removed."""
+    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.1)
+    node.add("n150")
+    names = {ttdp.CDI_FILE, ttdp.LABELS_FILE, "m.prom"}
+    one, other = short_tmp / "one", short_tmp / "other"
+
+    def outputs(path: Path) -> dict[str, str]:
+        path.mkdir()
+        return {"cdi_dir": str(path), "labels_dir": str(path), "metrics_file": f"{path}/m.prom"}
+
+    def holds(path: Path, files: set[str]) -> bool:
+        return {each.name for each in path.iterdir()} == files
+
+    daemon = await start(interval=AN_HOUR, **outputs(one))
+    await until(lambda: holds(one, names))
+
+    daemon.reload(**outputs(other))
+    await until(lambda: holds(other, names) and holds(one, set()))
+
+    daemon.reload(cdi_dir="", labels_dir="", metrics_file="")
+    await until(lambda: holds(other, set()))
+
+
+async def test_a_resource_that_has_ended_does_not_come_back_for_a_pod_that_has_ended(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream that the daemon closes tells nothing about the kubelet.
+
+    Kubelets keep the entry of a pod that has ended until they admit another one with devices.
+    """
+    monkeypatch.setattr(ttdp, "STARTED_WITHIN", 0.5)
+    (chip,) = node.add("p150a")
+    daemon = await start(interval=0.05)
+    await kubelet.run_pod("job", P150)
+    kubelet.complete("job")
+    await until(lambda: daemon.decision.holds == [])
+
+    daemon.reload(exclude=(chip.bdf,))
+    await until(lambda: not kubelet.manager.plugins.is_listed(P150))
+    await polls(daemon)
+    assert not daemon.sessions and daemon.decision.holds == []

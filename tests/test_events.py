@@ -102,38 +102,24 @@ REAL = """
 import fcntl, json, socket, ttdp
 kernel = ttdp.open_uevent_socket()
 kernel.settimeout(60)
-any_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-
-def rename(old, new):  # SIOCSIFNAME: the kernel sends an event of the device
-    fcntl.ioctl(any_socket, 0x8923, old.ljust(16, b"\\0") + new.ljust(16, b"\\0"))
-
-rename(b"lo", b"other")
+with socket.socket() as any_socket:  # SIOCSIFNAME
+    fcntl.ioctl(any_socket, 0x8923, b"lo".ljust(16, b"\\0") + b"other".ljust(16, b"\\0"))
 told = kernel.recvfrom(8192)
+
 forger = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, ttdp.NETLINK_KOBJECT_UEVENT)
 forger.bind((0, 0))
 forger.sendto(b"forged", (kernel.getsockname()[0], 0))
-forged = kernel.recvfrom(8192)
-
-kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-for _ in range(50):
-    rename(b"other", b"lo")
-    rename(b"lo", b"other")
-try:
-    overrun = kernel.recvfrom(8192) and 0
-except OSError as error:
-    overrun = error.errno
-print(json.dumps([told[0].decode(), told[1], forged[1][0], overrun]))
+print(json.dumps([told[0].decode(), told[1], kernel.recvfrom(8192)[1][0]]))
 """
 
 
 def test_the_kernel_is_like_ours() -> None:
-    """A network namespace has events of its only interface; a process cannot have port ID 0."""
+    """It sends an event when an interface is renamed; a process cannot have its port ID, 0."""
     ended = finished([*unshared("--net"), sys.executable, "-c", REAL])
     assert ended.returncode == 0, ended.stderr
 
-    text, sender, forger, overrun = json.loads(ended.stdout)
-    assert "SUBSYSTEM=net\0" in text and tuple(sender) == KERNEL
-    assert forger != 0 and overrun == errno.ENOBUFS
+    text, sender, forger = json.loads(ended.stdout)
+    assert "SUBSYSTEM=net\0" in text and tuple(sender) == KERNEL and forger != 0
 
 
 async def test_without_kernel_events_the_daemon_polls(

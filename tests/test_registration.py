@@ -8,7 +8,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -17,10 +16,10 @@ from grpc.aio._server import Server
 
 import ttdp
 from generated import deviceplugin_pb2 as pb
-from tests.conftest import StartDaemon, client, kubelet_of, no_descriptors, plugin_sockets, polls
+from tests.conftest import StartDaemon, client, kubelet_of, plugin_sockets, polls
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, until
+from tests.world.processes import until
 from tests.world.reference import another_plugin
 from tests.world.simulation import RunningDaemon
 
@@ -150,107 +149,71 @@ async def test_every_stream_gets_a_changed_list_at_once_and_an_unchanged_one_nev
 # -- disturbances ----------------------------------------------------------------------------------
 
 
+DISTURBANCES = {
+    "stream": "kubelet closed the ListAndWatch stream; registering again",
+    "socket": "the plugin's socket was deleted; registering again",
+    "refused": r"kubelet rejected Register: it is not \x1bwelcome",
+    "no answer": "kubelet did not answer Register within 1 s",
+    "no stream": "kubelet accepted Register but opened no ListAndWatch stream; retrying",
+    "no sockets": "cannot create sockets in {}",
+    "a bug": "internal error; registering again",
+}
+
+
 async def ignore(request: pb.RegisterRequest) -> None:
     """Accept a registration, and do nothing more."""
 
 
-def fail_with(error: type[Exception]) -> Callable[..., None]:
+async def disturb(how: str, kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None:
+    """Have the registration be lost, and one of these happen then, until the patch is undone."""
+
     def fail(*_: object) -> None:
-        raise error
+        raise (TypeError if how == "a bug" else RuntimeError)
 
-    return fail
-
-
-def unlink_sockets(kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None:
-    for name in plugin_sockets(kubelet.directory):
+    if how == "socket":
+        (name,) = plugin_sockets(kubelet.directory)
         (kubelet.directory / name).unlink()
-
-
-def answer_nothing(kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
-    kubelet.hang(AN_HOUR)
-
-
-def open_no_stream(kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
-    patch.setattr(kubelet.manager.plugins, "register", ignore)
-
-
-DISTURBANCES: dict[str, tuple[Callable[[Kubelet, pytest.MonkeyPatch], object], str]] = {
-    "stream": (
-        lambda kubelet, patch: None,
-        "kubelet closed the ListAndWatch stream; registering again",
-    ),
-    "socket": (unlink_sockets, "the plugin's socket was deleted; registering again"),
-    "refused": (
-        lambda kubelet, patch: kubelet.refuse_with(UNKNOWN, "it\nis not \x1bwelcome", times=3),
-        r"kubelet rejected Register: it is not \x1bwelcome",
-    ),
-    "refused without a reason": (
-        lambda kubelet, patch: kubelet.refuse_with(UNKNOWN, ""),
-        "kubelet rejected Register: UNKNOWN",
-    ),
-    "no answer": (answer_nothing, "kubelet did not answer Register within 1 s"),
-    "no stream": (
-        open_no_stream,
-        "kubelet accepted Register but opened no ListAndWatch stream; retrying",
-    ),
-    "no descriptors": (
-        lambda kubelet, patch: patch.setattr(Server, "add_insecure_port", no_descriptors),
-        "[Errno 24] Too many open files",
-    ),
-    "no sockets": (
-        lambda kubelet, patch: patch.setattr(Server, "add_insecure_port", fail_with(RuntimeError)),
-        "cannot create sockets in {}",
-    ),
-    "bug": (
-        lambda kubelet, patch: patch.setattr(Server, "add_insecure_port", fail_with(TypeError)),
-        "internal error; registering again",
-    ),
-}
+        return
+    if how == "refused":
+        kubelet.refuse_with(UNKNOWN, "it\nis not \x1bwelcome", times=3)
+    elif how == "no answer":
+        patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
+        kubelet.hang(AN_HOUR)
+    elif how == "no stream":
+        patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
+        patch.setattr(kubelet.manager.plugins, "register", ignore)
+    elif how != "stream":
+        patch.setattr(Server, "add_insecure_port", fail)
+    await kubelet.drop_streams()
 
 
 @pytest.mark.usefixtures("slow_stops")
-@pytest.mark.parametrize("name", DISTURBANCES)
+@pytest.mark.parametrize("how", DISTURBANCES)
 async def test_whatever_disturbs_a_registration_it_is_made_again(
     daemon: RunningDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, name: str,
+    caplog: pytest.LogCaptureFixture, how: str,
 ) -> None:  # fmt: skip
-    """One line has the reason; one stream, one socket and nothing else is left.
+    """One line has the reason; one stream and one socket are left.
 
-    The old stream ends before the next Register, else kubelets would forget the resource.
+    The kubelet notices the end of the old stream before the next Register, else it would forget the
+    resource.
     """
     monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
     caplog.set_level("INFO")
-    disturb, text = DISTURBANCES[name]
-    line = f"{N150}: {text.format(directory)}"
+    line = f"{N150}: {DISTURBANCES[how].format(directory)}"
+    began = time.monotonic()
 
     with monkeypatch.context() as patch:
-        disturb(kubelet, patch)
-        if plugin_sockets(directory):
-            await kubelet.drop_streams()
+        await disturb(how, kubelet, patch)
         await until(lambda: line in caplog.messages)
 
     await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
     await kubelet.run_pod("pod", N150)
     assert daemon.state(N150) == ttdp.REGISTERED and caplog.messages.count(line) == 1
-    assert ("Traceback" in caplog.text) is (name == "bug")
+    assert ("Traceback" in caplog.text) is (how == "a bug")
     assert len(plugin_sockets(directory)) == kubelet.manager.plugins.open_streams == 1
-
-
-async def test_a_kubelet_has_time_to_notice_the_end_of_its_stream(
-    daemon: RunningDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the next Register. A stream that the kubelet has ended itself takes no time."""
-    monkeypatch.setattr(ttdp, "STREAM_DELAY", 0.5)
-    began = time.monotonic()
-    unlink_sockets(kubelet, monkeypatch)
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
-    assert kubelet.find("register")[-1].at - began >= 0.5
-
-    monkeypatch.setattr(ttdp, "STREAM_DELAY", AN_HOUR)
-    await kubelet.drop_streams()
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 3)
+    if how == "socket":  # with the others it is the kubelet that has ended it
+        assert kubelet.find("register")[-1].at - began >= ttdp.STREAM_DELAY
 
 
 async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
@@ -285,22 +248,17 @@ async def test_an_event_in_the_directory_ends_the_pause(
 ) -> None:
     """Another plugin's socket does; polls, the daemon's own sockets and the checkpoint do not.
 
-    There is also a pause after a registration that was lost sooner than the first one lasts.
+    There is a pause after a registration that was lost sooner than the first one lasts.
     """
-    kubelet.refuse_with(UNKNOWN)
     daemon = await start(interval=0.05)
-    await until(lambda: "rejected Register" in daemon.state(N150))
+    await kubelet.registered(N150)
+    await kubelet.drop_streams()
+    await until(lambda: daemon.state(N150).startswith("kubelet closed the ListAndWatch stream"))
+
     await kubelet.manager.write_checkpoint()
     await polls(daemon)
     assert len(kubelet.find("register")) == 1
     (directory / "another-plugin.sock").touch()
-    await kubelet.registered(N150)
-
-    await kubelet.drop_streams()
-    await until(lambda: daemon.state(N150).startswith("kubelet closed the ListAndWatch stream"))
-    await polls(daemon)
-    assert len(kubelet.find("register")) == 2
-    (directory / "another-plugin.sock").unlink()
     await kubelet.registered(N150)
 
 
@@ -337,24 +295,6 @@ async def test_another_plugin_with_the_same_name_is_a_problem_while_it_is_listed
 
 
 # -- ends ------------------------------------------------------------------------------------------
-
-
-async def test_a_server_that_cannot_stop_delays_neither_the_next_registration_nor_the_end(
-    daemon: RunningDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while a client is stopped (SIGSTOP) that has more to read than a connection holds."""
-    stop = Server.stop
-
-    async def never_end(self: Server, grace: float | None) -> None:
-        await stop(self, grace)
-        await asyncio.sleep(AN_HOUR)
-
-    monkeypatch.setattr(Server, "stop", never_end)
-    unlink_sockets(kubelet, monkeypatch)
-    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
-
-    await asyncio.wait_for(daemon.stop(), PATIENCE)
-    assert plugin_sockets(kubelet.directory) == []
 
 
 @pytest.mark.usefixtures("slow_stops")

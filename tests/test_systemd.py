@@ -146,10 +146,9 @@ def test_a_manager_that_does_not_read_is_told_later(
     assert texts(manager) == ["STATUS=2 × n150"]
 
 
-@pytest.mark.parametrize("address", ["", "/nowhere/notify"])
-def test_it_runs_without_a_manager(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Started by hand, or with a socket that is not there: nothing is to be repeated."""
-    monkeypatch.setenv("NOTIFY_SOCKET", address)
+def test_it_runs_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by hand: nothing is to be repeated."""
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert ttdp.ServiceManager({}).notify("READY=1")
 
 
@@ -180,14 +179,8 @@ ttdp.log.setLevel("DEBUG")
 for level in ("debug", "info", "warning", "error"):
     getattr(ttdp.log, level)("it is %s", level)
 logging.getLogger("grpc").info("none of ours")
-try:
-    ttdp.pb.Empty.FromString(b"garbage")
-except ttdp.DecodeError:
-    logging.getLogger("grpc").exception("garbage")
-try:
-    sys.exit(1 / 0)
-except ZeroDivisionError:
-    ttdp.log.exception("two")
+for error in (ttdp.DecodeError("garbage"), ValueError("two")):
+    logging.getLogger("grpc").error(error, exc_info=error)
 """
 
 
@@ -196,8 +189,7 @@ def test_a_line_for_the_journal_has_its_priority() -> None:
     lines = finished([sys.executable, "-c", LOGGING, "0", "times"]).stderr.splitlines()
 
     levels = ["<7>it is debug", "<6>it is info", "<4>it is warning", "<3>it is error"]
-    assert lines[:7] == [*levels, "<3>garbage", "<3>two", "<3>Traceback (most recent call last):"]
-    assert all(line.startswith("<3>") for line in lines[7:])
+    assert lines == [*levels, "<3>garbage", "<3>two", "<3>ValueError: two"]
 
 
 @pytest.mark.parametrize(("form", "time"), [("times", r"\d{4}-\S+ \S+ INFO    "), ("bare", "")])
