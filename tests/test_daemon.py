@@ -471,47 +471,18 @@ async def test_root_and_the_kubelets_directory_take_a_restart(
         assert caplog.messages.count(line) == 1
 
 
-async def test_files_for_others_move_with_their_keys(
-    node: SimulatedNode, start: StartDaemon, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+async def test_files_for_others_go_with_their_keys(
+    node: SimulatedNode, start: StartDaemon, short_tmp: Path
 ) -> None:
     """Those at the former paths are removed."""
-    monkeypatch.setattr(ttdp, "METRICS_INTERVAL", 0.1)
     node.add("n150")
+    path = short_tmp / "files"
+    path.mkdir()
+    outputs = {"cdi_dir": str(path), "labels_dir": str(path), "metrics_file": f"{path}/m.prom"}
+    daemon = await start(interval=AN_HOUR, **outputs)
     names = {ttdp.CDI_FILE, ttdp.LABELS_FILE, "m.prom"}
-    one, other = short_tmp / "one", short_tmp / "other"
+    await until(lambda: {each.name for each in path.iterdir()} == names)
 
-    def outputs(path: Path) -> dict[str, str]:
-        path.mkdir()
-        return {"cdi_dir": str(path), "labels_dir": str(path), "metrics_file": f"{path}/m.prom"}
+    daemon.reload(**dict.fromkeys(outputs, ""))
 
-    def holds(path: Path, files: set[str]) -> bool:
-        return {each.name for each in path.iterdir()} == files
-
-    daemon = await start(interval=AN_HOUR, **outputs(one))
-    await until(lambda: holds(one, names))
-
-    daemon.reload(**outputs(other))
-    await until(lambda: holds(other, names) and holds(one, set()))
-
-    daemon.reload(cdi_dir="", labels_dir="", metrics_file="")
-    await until(lambda: holds(other, set()))
-
-
-async def test_a_resource_that_has_ended_does_not_come_back_for_a_pod_that_has_ended(
-    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a stream that the daemon closes tells nothing about the kubelet.
-
-    Kubelets keep the entry of a pod that has ended until they admit another one with devices.
-    """
-    monkeypatch.setattr(ttdp, "STARTED_WITHIN", 0.5)
-    (chip,) = node.add("p150a")
-    daemon = await start(interval=0.05)
-    await kubelet.run_pod("job", P150)
-    kubelet.complete("job")
-    await until(lambda: daemon.decision.holds == [])
-
-    daemon.reload(exclude=(chip.bdf,))
-    await until(lambda: not kubelet.manager.plugins.is_listed(P150))
-    await polls(daemon)
-    assert not daemon.sessions and daemon.decision.holds == []
+    await until(lambda: not [*path.iterdir()])

@@ -173,23 +173,3 @@ async def test_files_of_others_are_changes(tmp_path: Path) -> None:
         assert found == (needs_turn, is_change), (former, new)
         woken.clear()
     watched.close()
-
-
-@pytest.mark.parametrize("call", ["inotify_init1", "inotify_add_watch"])
-async def test_a_watch_that_is_refused_is_tried_again_at_each_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """All instances or watches of the user can be in use. Until then each look is a change."""
-    watched = ttdp.PluginDirectory(str(tmp_path), lambda: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(ttdp._libc, call, lambda *_: -1)
-        for _ in range(3):
-            watched.check()
-            assert not watched.is_watched and watched.take_changes()
-
-    descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        watched.check()
-        assert watched.is_watched and not watched.take_changes()
-    assert len(os.listdir("/proc/self/fd")) == descriptors + (call == "inotify_init1")
-    watched.close()

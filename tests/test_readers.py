@@ -117,22 +117,6 @@ async def test_a_read_is_slow_after_a_tenth_of_a_second_and_blocked_after_five(
     assert readers.blocked(2000.0) == []
 
 
-async def test_without_threads_the_daemon_itself_has_an_error(
-    chips: Chips, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chip is read when there are threads again."""
-
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", no_thread)
-        with pytest.raises(OSError, match="can't start new thread") as failure:
-            await chips.are_read(ONE)
-    assert failure.value.errno == errno.EAGAIN
-    assert await chips.are_read(ONE) == [ONE.address]
-
-
 async def test_an_error_in_a_read_is_no_reading(
     chips: Chips, caplog: pytest.LogCaptureFixture
 ) -> None:

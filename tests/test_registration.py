@@ -70,45 +70,37 @@ def in_use() -> tuple[int, int, int]:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("has_inotify", [True, False])
-async def test_a_kubelet_that_starts_is_registered_with_by_an_event_or_within_a_second(
-    start: StartDaemon, directory: Path, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch,
-    has_inotify: bool,
+@pytest.mark.parametrize("call", ["", "inotify_init1", "inotify_add_watch"])
+async def test_each_kubelet_that_starts_is_registered_with_and_leaves_nothing_behind(
+    node: SimulatedNode, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch,
+    call: str,
 ) -> None:  # fmt: skip
-    """Polls are an hour apart. Without inotify (128 instances for each user) the loop looks."""
-    if not has_inotify:
-        monkeypatch.setattr(ttdp._libc, "inotify_init1", lambda *_: -1)
+    """By an event; without inotify (128 instances for each user) within a second.
+
+    Every other one starts before the end of the former one has been noticed. The status follows at
+    once; no thread, task, socket or descriptor is left.
+    """
+    if call:
+        monkeypatch.setattr(ttdp._libc, call, lambda *_: -1)
         monkeypatch.setattr(ttdp, "RETRY_TICK", 0.1)
     daemon = await start(interval=AN_HOUR)
-    await until(lambda: daemon.state(N150).startswith("waiting for kubelet ("))
+    await until(lambda: daemon.status.endswith(f"({directory}/kubelet.sock does not exist)"))
 
     async with kubelet_of(node, directory) as kubelet:
+        before = (0, 0, 0)
+        for number in range(8):
+            await kubelet.registered(N150)
+            await until(lambda: daemon.status.endswith(ttdp.REGISTERED))
+            if number == 1:
+                before = in_use()
+            await kubelet.kill()
+            if number % 2 and not call:
+                await until(lambda: not daemon.status.endswith(ttdp.REGISTERED))
+            await kubelet.start()
+
         await kubelet.registered(N150)
-        await kubelet.restart()
-        await kubelet.registered(N150)
-
-
-@pytest.mark.usefixtures("patient")
-async def test_restarts_leave_nothing_behind(
-    daemon: RunningDaemon, kubelet: Kubelet, directory: Path
-) -> None:
-    """Registered after each start without a pause; no thread, task, socket or descriptor more.
-
-    Every other kubelet starts before the end of the former one has been noticed. The status follows
-    at once, though no event wakes the loop at an end.
-    """
-    before = (0, 0, 0)
-    for number in range(10):
-        await kubelet.kill()
-        if number % 2:
-            await until(lambda: not daemon.status.endswith(ttdp.REGISTERED))
-        await kubelet.start()
-        await kubelet.registered(N150)
-        await until(lambda: daemon.status.endswith(ttdp.REGISTERED))
-        before = before if number else in_use()
-
-    await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
-    assert len(plugin_sockets(directory)) == 1
+        await until(lambda: all(now <= then for now, then in zip(in_use(), before, strict=True)))
+        assert len(plugin_sockets(directory)) == 1 and kubelet.violations == []
 
 
 # -- streams ---------------------------------------------------------------------------------------

@@ -112,27 +112,6 @@ async def test_a_link_is_waited_for_while_udev_runs(
     assert {each.host_path for each in answer.devices} == {str(path), str(other.by_pci)}
 
 
-async def test_with_cdi_a_pod_gets_names_unless_the_file_cannot_be_written(
-    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, short_tmp: Path
-) -> None:
-    """A runtime would find no device of these names."""
-    file = short_tmp / "cdi" / ttdp.CDI_FILE
-    file.mkdir(parents=True)
-    daemon = await start(interval=0.1, device_list_strategy="cdi")
-    await kubelet.registered(N150)
-
-    problem = f"{file} cannot be written: Is a directory"
-    await until(lambda: problem in daemon.status)
-    async with client(directory) as stub:
-        call = stub.Allocate(allocation([node.chips[0].bdf]))
-        assert await refusal(call) == ("UNAVAILABLE", problem)
-
-    file.rmdir()
-    await until(lambda: problem not in daemon.status)
-    answer = await kubelet.admit("pod", "main", {N150: 2})
-    assert answer.cdi_devices == [f"tenstorrent.com/device={each.bdf}" for each in node.chips]
-
-
 # -- changes while a request is answered -----------------------------------------------------------
 
 
@@ -176,32 +155,6 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
         node.on_step = None
 
     assert results == {"answered", "refused"}
-
-
-@pytest.mark.parametrize("end", ["its resource", "the daemon"])
-async def test_an_allocate_under_way_at_an_end_gives_no_chip_twice(
-    node: SimulatedNode, kubelet: Kubelet, daemon: RunningDaemon, stub: Any,
-    monkeypatch: pytest.MonkeyPatch, looks: list[str], end: str,
-) -> None:  # fmt: skip
-    """At the end of its resource it is rejected; at that of the daemon it has a moment."""
-    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", PATIENCE)
-    monkeypatch.setattr(ttdp, "LAST_GRACE", PATIENCE)
-    chip, _ = node.chips
-    link = chip.by_pci.rename(node.root / "link")
-    call = stub.Allocate(allocation([chip.bdf]))
-    await until(lambda: looks)
-
-    if end == "the daemon":
-        await daemon.stop()
-        assert not plugin_sockets(kubelet.directory)
-        link.rename(chip.by_pci)
-        assert len((await call).container_responses) == 1
-    else:
-        daemon.reload(resource_domain="example.org")
-        await kubelet.registered("example.org/n150")
-        link.rename(chip.by_pci)
-        await refusal(call)
-        await kubelet.admit("pod", "main", {"example.org/n150": 2})
 
 
 # -- refusals and garbage --------------------------------------------------------------------------

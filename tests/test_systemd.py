@@ -131,21 +131,6 @@ def test_the_watchdog_is_fed_at_half_of_its_time(manager: NotifySocket) -> None:
     assert texts(manager) == ["WATCHDOG=1"]
 
 
-def test_a_manager_that_does_not_read_is_told_later(
-    monkeypatch: pytest.MonkeyPatch, manager: NotifySocket
-) -> None:
-    """A message that it has not taken is repeated by the next turn, and blocks none for long."""
-    monkeypatch.setattr(ttdp, "NOTIFY_TIMEOUT", 0.01)
-    service = ttdp.ServiceManager({})
-    while service.notify("X=1"):
-        pass
-    service.show("2 × n150")
-    assert set(texts(manager)) == {"X=1"}
-
-    service.show("2 × n150")
-    assert texts(manager) == ["STATUS=2 × n150"]
-
-
 def test_it_runs_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by hand: nothing is to be repeated."""
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
