@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +36,6 @@ def node(node: SimulatedNode) -> SimulatedNode:
     return node
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the address is added each time that a chip's link is looked for."""
-    found: list[str] = []
-    genuine = ttdp.link_path
-
-    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
-        found.append(function.address)
-        return genuine(settings, function)
-
-    monkeypatch.setattr(ttdp, "link_path", look)
-    return found
-
-
-@pytest.fixture
-async def daemon(start: StartDaemon, kubelet: Kubelet) -> RunningDaemon:
-    """Return a daemon that has registered, with polls an hour apart."""
-    found = await start(interval=AN_HOUR)
-    await kubelet.registered(N150)
-    return found
-
-
-@pytest.fixture
-async def stub(daemon: RunningDaemon, directory: Path) -> AsyncIterator[Any]:
-    """Give a client of that daemon."""
-    async with client(directory) as found:
-        yield found
-
-
 async def refusal(call: Awaitable[object]) -> tuple[str, str]:
     """Return the code and the message of a call that fails."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -86,10 +57,9 @@ def preference(*available: str) -> pb.PreferredAllocationRequest:
 # -- host paths ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("udev", ["makes it", "does not", "does not run"])
 async def test_a_link_is_waited_for_while_udev_runs(
-    node: SimulatedNode, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch, looks: list[str],
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, monkeypatch: pytest.MonkeyPatch,
     udev: str,
 ) -> None:  # fmt: skip
     """The kubelet keeps the answer. Without a right link, after a second, it is the device file."""
@@ -100,13 +70,19 @@ async def test_a_link_is_waited_for_while_udev_runs(
     one.by_pci.symlink_to("../7")  # another chip's
     if udev == "does not run":
         (node.root / "run/udev/control").unlink()
+    await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    looks, genuine = list[str](), ttdp.link_path
 
-    admission = asyncio.create_task(kubelet.admit("pod", "main", {N150: 2}))
-    if udev == "makes it":
-        await until(lambda: len(looks) > 4)
-        one.by_pci.unlink()
-        one.by_pci.symlink_to(f"../{one.ordinal}")
-    answer = await asyncio.wait_for(admission, PATIENCE)
+    def look(settings: ttdp.Settings, function: ttdp.PciFunction) -> str | None:
+        looks.append(function.address)
+        if udev == "makes it" and len(looks) == 5:
+            one.by_pci.unlink()
+            one.by_pci.symlink_to(f"../{one.ordinal}")
+        return genuine(settings, function)
+
+    monkeypatch.setattr(ttdp, "link_path", look)
+    answer = await asyncio.wait_for(kubelet.admit("pod", "main", {N150: 2}), PATIENCE)
 
     path = one.by_pci if udev == "makes it" else one.device_node
     assert {each.host_path for each in answer.devices} == {str(path), str(other.by_pci)}
@@ -161,35 +137,41 @@ async def test_a_renumbering_at_any_moment_of_an_allocate_gives_no_wrong_chip(
 
 
 async def test_a_refusal_names_the_device_and_is_counted(
-    node: SimulatedNode, daemon: RunningDaemon, stub: Any, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With the code of its cause; a device without its device file fails at that moment."""
+    """With the code of its cause; a device without its device file fails at that moment.
+
+    The daemon's own error is not the device's.
+    """
     good, gone = (chip.bdf for chip in node.chips)
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
     node.on_uevent = None
     node.chips[1].device_node.unlink()
 
-    for method, request, code, words in (
-        ("Allocate", allocation([NINE]), "NOT_FOUND", NINE),
-        ("Allocate", allocation([good], [gone]), "FAILED_PRECONDITION", gone),
-        ("GetPreferredAllocation", preference(NINE, good), "INVALID_ARGUMENT", NINE),
-    ):
-        found, message = await refusal(getattr(stub, method)(request))
-        assert found == code and words in message
-        assert f"{N150}: rejected {method}: {message}" in caplog.messages
-    await stub.Allocate(allocation([good]))
+    async with client(directory) as stub:
+        for method, request, code, device in (
+            ("Allocate", allocation([NINE]), "NOT_FOUND", NINE),
+            ("Allocate", allocation([good], [gone]), "FAILED_PRECONDITION", gone),
+            ("GetPreferredAllocation", preference(NINE, good), "INVALID_ARGUMENT", NINE),
+        ):
+            found, message = await refusal(getattr(stub, method)(request))
+            assert found == code and device in message
+            assert f"{N150}: rejected {method}: {message}" in caplog.messages
+        await stub.Allocate(allocation([good]))
+
+        monkeypatch.setattr(ttdp, "file_stamp", no_descriptors)
+        own = ("UNAVAILABLE", "internal error: [Errno 24] Too many open files")
+        assert await refusal(stub.Allocate(allocation([good]))) == own
+        assert await refusal(stub.GetPreferredAllocation(preference(good))) == own
+        container_start = pb.PreStartContainerRequest(devices_ids=[good])
+        assert await refusal(stub.PreStartContainer(container_start)) == own
 
     metrics = await daemon.metrics() or ""
-    for result, count in ("granted", 1), ("refused", 2):
+    for result, count in ("granted", 1), ("refused", 3):
         line = f'tt_allocations_total{{resource="{N150}",result="{result}"}} {count}'
         assert line in metrics
-
-    monkeypatch.setattr(ttdp, "file_stamp", no_descriptors)
-    own = ("UNAVAILABLE", "internal error: [Errno 24] Too many open files")
-    assert await refusal(stub.Allocate(allocation([good]))) == own
-    assert await refusal(stub.GetPreferredAllocation(preference(good))) == own
-    start = stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[good]))
-    assert await refusal(start) == own
 
 
 async def test_garbage_and_half_open_connections_harm_nobody(
