@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import no_descriptors, unshared
+from tests.conftest import unshared
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import finished
@@ -120,20 +120,6 @@ def test_the_kernel_is_like_ours() -> None:
 
     text, sender, forger = json.loads(ended.stdout)
     assert "SUBSYSTEM=net\0" in text and tuple(sender) == KERNEL and forger != 0
-
-
-async def test_without_kernel_events_the_daemon_polls(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A user namespace has none: one line."""
-    monkeypatch.setattr(ttdp, "open_uevent_socket", no_descriptors)
-    uevents = ttdp.UeventSocket(lambda: None)
-
-    uevents.open()
-    uevents.close()
-
-    line = "cannot receive kernel events (Too many open files); polling instead"
-    assert caplog.messages == [line]
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 from collections.abc import Awaitable
@@ -174,29 +173,22 @@ async def test_a_refusal_names_the_device_and_is_counted(
         assert line in metrics
 
 
-async def test_garbage_and_half_open_connections_harm_nobody(
-    kubelet: Kubelet, start: StartDaemon, directory: Path, monkeypatch: pytest.MonkeyPatch
+async def test_garbage_gets_an_error_and_harms_nobody(
+    kubelet: Kubelet, start: StartDaemon, directory: Path
 ) -> None:
-    """A hundred clients that send garbage or nothing keep no descriptor for long."""
-    monkeypatch.setattr(ttdp, "SERVER_OPTIONS", (("grpc.server_handshake_timeout_ms", 500),))
+    """Bytes that are no protobuf, random ones, and clients that send nothing."""
     await start()
     await kubelet.registered(N150)
-    (name,) = plugin_sockets(directory)
-    path = str(directory / name)
+    path = str(directory / plugin_sockets(directory)[0])
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
         call: Any = channel.unary_unary("/v1beta1.DevicePlugin/Allocate")
         assert (await refusal(call(b"\xff\xff\xff\xff")))[0] == "UNKNOWN"
-    before = len(os.listdir("/proc/self/fd"))
+
     dice = random.Random(1)
-
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
-        for number, each in enumerate(clients):
-            each.connect(path)
-            if number % 2:
-                each.send(dice.randbytes(dice.randrange(1, 5000)))
-
+        for number in range(100):
+            garbler = stack.enter_context(socket.socket(socket.AF_UNIX))
+            garbler.connect(path)
+            garbler.send(dice.randbytes(50 * number))
         await kubelet.admit("pod", "main", {N150: 1})
-        # Ours are open still; the server's ends go when their time for a handshake is over.
-        await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(clients) + 1)
     await kubelet.admit("other", "main", {N150: 1})
