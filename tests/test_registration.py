@@ -246,10 +246,11 @@ async def test_an_event_in_the_directory_ends_the_pause(
 @pytest.mark.usefixtures("patient")
 async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next_one_starts(
     node: SimulatedNode, daemon: RunningDaemon, kubelet: Kubelet, directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """While one Register is not answered, which `check` shows, the other resource is served."""
     monkeypatch.setattr(ttdp, "REGISTER_TIMEOUT", AN_HOUR)
+    caplog.set_level("INFO")
     kubelet.hang(AN_HOUR)
     node.add("p150a")
     await kubelet.wait_for(lambda: kubelet.find("register", P150))
@@ -261,6 +262,7 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
     async with kubelet_of(node, directory) as other:
         await other.registered(N150)
         await other.registered(P150)
+    assert f"{P150}: the kubelet has restarted; registering again" in caplog.messages
     assert daemon.view()["problems"] == []  # there is none to register with
 
 
