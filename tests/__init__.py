@@ -24,7 +24,7 @@ Layout, by chapter of ttdp.py:
     FILES                             test_files
     SYSTEMD                           test_systemd
     KERNEL EVENTS                     test_events
-    HOST, DAEMON                      test_daemon, test_reload
+    HOST, DAEMON                      test_daemon
     REQUESTS                          test_requests, test_container_starts
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections

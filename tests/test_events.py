@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
+import errno
 import json
 import os
-import select
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 import ttdp
-from tests.conftest import no_descriptors, unshared
+from tests.conftest import unshared
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
-from tests.world.processes import PATIENCE, finished
-from tests.world.simulation import SimulatedUevents
+from tests.world.processes import finished
+
+KERNEL, FORGER = (0, 1), (4711, 0)  # senders of messages: port ID and group
+OVERRUN = OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+GARBAGE = bytes(range(256)) * 10
+OURS = wire("add", "/devices/x/tenstorrent!0", {"SUBSYSTEM": "tenstorrent"}, 1)
+OTHERS = b"add@/x\0ACTION=add\0SUBSYSTEM=pci\0PCI_ID=8086:1E52\0"
+Waiting = tuple[bytes, tuple[int, int]] | OSError
 
 
 async def take_all() -> None:
@@ -29,256 +32,130 @@ async def take_all() -> None:
         await asyncio.sleep(0)
 
 
-async def wakes_for(monkeypatch: pytest.MonkeyPatch, *messages: bytes) -> int:
-    """Return how often these messages of the kernel, which wait at once, have the loop woken."""
-    wakes: list[bool] = []
-    kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-    monkeypatch.setattr(ttdp, "open_uevent_socket", lambda: SimulatedUevents(fileno=ours.detach()))
-    uevents = ttdp.UeventSocket(lambda: wakes.append(True))
+class Netlink:
+    """A socket on which messages and errors wait; test_the_kernel_is_like_ours is its proof."""
+
+    def __init__(self, *waiting: Waiting) -> None:
+        self.waiting = [*waiting]
+        self._readable, writable = socket.socketpair()
+        writable.close()
+        self.fileno = self._readable.fileno
+        self.close = self._readable.close
+
+    def recvfrom(self, _: int) -> tuple[bytes, tuple[int, int]]:
+        if not self.waiting:
+            raise BlockingIOError
+        found = self.waiting.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+
+async def wakes_for(monkeypatch: pytest.MonkeyPatch, *waiting: Waiting) -> int:
+    """Return how often these have the loop woken; all have been taken by then."""
+    netlink = Netlink(*waiting)
+    left: list[int] = []
+    monkeypatch.setattr(ttdp, "open_uevent_socket", lambda: netlink)
+    uevents = ttdp.UeventSocket(lambda: left.append(len(netlink.waiting)))
+
     uevents.open()
-
-    for message in messages:
-        kernel.send(message)
     await take_all()
-
     uevents.close()
-    kernel.close()
-    return len(wakes)
+
+    assert not any(left) and not netlink.waiting
+    return len(left)
 
 
 @pytest.mark.parametrize("step", ["module-load", "rmmod", "pci-remove"])
 async def test_every_event_of_the_real_driver_wakes_the_loop(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """As captured, of class devices and PCI functions; those that wait together wake it once."""
-    ours = []
+    """As captured, of class devices and PCI functions."""
+    ours = 0
     for action, devpath, env in captured_uevents("p150ax2", step):
-        message = wire(action, devpath, env, 1)
         is_ours = "tenstorrent" in devpath or env.get("PCI_ID", "").startswith("1E52:")
-        assert await wakes_for(monkeypatch, message) == is_ours
-        ours += [message] * is_ours
-
-    assert len(ours) > 1 and await wakes_for(monkeypatch, *ours[:5]) == 1
+        message = wire(action, devpath, env, 1)
+        assert await wakes_for(monkeypatch, (message, KERNEL)) == is_ours
+        ours += is_ours
+    assert ours > 1
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("waiting", "wakes"),
     [
-        b"add@/x\0ACTION=add\0SUBSYSTEM=pci\0PCI_ID=8086:1E52\0",
-        b"libudev\0\xfe\xed\xca\xfe" + bytes(30),
-        b"",
-        bytes(range(256)) * 10,
+        pytest.param([(OURS, KERNEL), (OTHERS, KERNEL), (OURS, KERNEL)], 1, id="together"),
+        pytest.param([OVERRUN, (OTHERS, KERNEL)], 1, id="overrun"),
+        pytest.param([OSError(errno.ENOMEM, "")], 1, id="another error"),
+        pytest.param([(OURS, FORGER)], 0, id="forged"),
+        pytest.param([(OTHERS, KERNEL)], 0, id="another vendor"),
+        pytest.param([(b"", KERNEL), (GARBAGE, KERNEL)], 0, id="garbage"),
     ],
 )
-async def test_other_messages_do_not(monkeypatch: pytest.MonkeyPatch, message: bytes) -> None:
-    """Another vendor's device, udev's own format, garbage."""
-    assert await wakes_for(monkeypatch, message) == 0
-
-
-async def test_without_kernel_events_the_daemon_polls(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_messages_that_wait_together_wake_the_loop_once_if_one_is_of_our_devices(
+    monkeypatch: pytest.MonkeyPatch, waiting: list[Waiting], wakes: int
 ) -> None:
-    """A user namespace has none: one line."""
-    monkeypatch.setattr(ttdp, "open_uevent_socket", no_descriptors)
-    uevents = ttdp.UeventSocket(lambda: None)
-
-    uevents.open()
-    uevents.close()
-
-    line = "cannot receive kernel events (Too many open files); polling instead"
-    assert caplog.messages == [line]
+    """Only the kernel's are believed; an error can mean that some were lost."""
+    assert await wakes_for(monkeypatch, *waiting) == wakes
 
 
-# -- real netlink ----------------------------------------------------------------------------------
-#
-# Each of these runs in its own network namespace, where an ordinary user may send, and the kernel
-# sends events about the only interface, `lo`, when it is renamed.
+REAL = """
+import fcntl, json, socket, ttdp
+kernel = ttdp.open_uevent_socket()
+kernel.settimeout(60)
+with socket.socket() as any_socket:  # SIOCSIFNAME
+    fcntl.ioctl(any_socket, 0x8923, b"lo".ljust(16, b"\\0") + b"other".ljust(16, b"\\0"))
+told = kernel.recvfrom(8192)
+
+forger = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, ttdp.NETLINK_KOBJECT_UEVENT)
+forger.bind((0, 0))
+forger.sendto(b"forged", (kernel.getsockname()[0], 0))
+print(json.dumps([told[0].decode(), told[1], kernel.recvfrom(8192)[1][0]]))
+"""
 
 
-def alone(function: Callable[[], object]) -> bool:
-    """Return the result of a function of this module in its own network namespace."""
-    call = f"from tests import test_events; print(json.dumps(test_events.{function.__name__}()))"
-    ended = finished([*unshared("--net"), sys.executable, "-c", f"import json; {call}"])
+def test_the_kernel_is_like_ours() -> None:
+    """It sends an event when an interface is renamed; a process cannot have its port ID, 0."""
+    ended = finished([*unshared("--net"), sys.executable, "-c", REAL])
     assert ended.returncode == 0, ended.stderr
-    return bool(json.loads(ended.stdout))
 
-
-def rename_interface(old: bytes, new: bytes) -> None:
-    """Make the kernel send an event, `move` of a net device."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, 0x8923, old.ljust(16, b"\0") + new.ljust(16, b"\0"))  # SIOCSIFNAME
-
-
-def has_events(send: Callable[[socket.socket], object]) -> bool:
-    """Return whether the daemon takes the messages of `send` for events of its devices.
-
-    None of them waits any more when it says so.
-    """
-    kernel = ttdp.open_uevent_socket()
-    ttdp.open_uevent_socket = lambda: kernel
-
-    async def receive() -> bool:
-        waiting: list[bool] = []
-        uevents = ttdp.UeventSocket(
-            lambda: waiting.append(bool(select.select([kernel], [], [], 0)[0]))
-        )
-        send(kernel)
-        assert select.select([kernel], [], [], PATIENCE)[0], "nothing has arrived"
-
-        uevents.open()
-        while select.select([kernel], [], [], 0)[0]:
-            await take_all()
-        uevents.close()
-        assert not any(waiting)
-        return bool(waiting)
-
-    return asyncio.run(receive())
-
-
-def forged() -> bool:
-    def send(kernel: socket.socket) -> None:
-        kind = socket.SOCK_DGRAM
-        with socket.socket(socket.AF_NETLINK, kind, ttdp.NETLINK_KOBJECT_UEVENT) as forger:
-            forger.bind((0, 0))
-            env = {"SUBSYSTEM": "tenstorrent", "DEVNAME": "tenstorrent/0"}
-            event = wire("add", "/devices/x/tenstorrent!0", env, 1)
-            forger.sendto(event, (kernel.getsockname()[0], 0))
-
-    return has_events(send)
-
-
-def genuine() -> bool:
-    ttdp.DRIVER = "SUBSYSTEM=net"
-    return has_events(lambda _: rename_interface(b"lo", b"other"))
-
-
-def overrun() -> bool:
-    def send(kernel: socket.socket) -> None:
-        """Make the kernel send more events than the socket can hold."""
-        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        for _ in range(50):
-            rename_interface(b"lo", b"other")
-            rename_interface(b"other", b"lo")
-
-    return has_events(send)
-
-
-def test_only_the_kernels_messages_are_believed() -> None:
-    """A process cannot have its port ID, 0."""
-    assert not alone(forged)
-    assert alone(genuine)
-
-
-def test_lost_events_count_as_events_once_all_that_wait_are_taken() -> None:
-    """If the buffer overruns; until none waits, the kernel drops more without a second report."""
-    assert alone(overrun)
+    text, sender, forger = json.loads(ended.stdout)
+    assert "SUBSYSTEM=net\0" in text and tuple(sender) == KERNEL and forger != 0
 
 
 # -- the kubelet's directory -----------------------------------------------------------------------
 
 
-class Watched:
-    """A PluginDirectory, and whether it has woken the loop."""
-
-    def __init__(self, path: Path) -> None:
-        self.woken = asyncio.Event()
-        self.directory = ttdp.PluginDirectory(str(path), self.woken.set)
-
-    async def change(self) -> bool:
-        """Wait for a wake, and return whether others' files came or went."""
-        await asyncio.wait_for(self.woken.wait(), PATIENCE)
-        self.woken.clear()
-        return self.directory.take_changes()
-
-
-@contextlib.asynccontextmanager
-async def watched(path: Path) -> AsyncIterator[Watched]:
-    found = Watched(path)
-    found.directory.check()
-    assert not found.directory.take_changes()
-    yield found
-    found.directory.close()
+OWN, TEMPORARY = "tt-n150.1-2.sock", ".543210"  # a kubelet renames such a file to its checkpoint
+CHANGES: list[tuple[str, str, bool, bool]] = [
+    # former and new name; needs a turn of the loop; is a change of others' files
+    ("", "kubelet.sock", True, True),
+    ("kubelet.sock", "", True, True),
+    ("", OWN, False, False),
+    (OWN, "", True, False),
+    ("", TEMPORARY, False, False),
+    (TEMPORARY, ttdp.CHECKPOINT, True, False),
+    ("../from-elsewhere", "other.sock", True, True),
+    ("other.sock", "../elsewhere", True, True),
+]
 
 
 async def test_files_of_others_are_changes(tmp_path: Path) -> None:
-    """Created, moved, deleted; not the end of the daemon's own sockets, nor the checkpoint."""
-    own = tmp_path / "tt-n150.1-2.sock"
-    own.touch()
+    """Not those of the daemon, nor the checkpoint; what says nothing needs no turn."""
+    path, woken = tmp_path / "device-plugins", asyncio.Event()
+    watched = ttdp.PluginDirectory(str(path), woken.set)
+    watched.check()
+    (tmp_path / "from-elsewhere").touch()
 
-    async with watched(tmp_path) as found:
-        (tmp_path / "kubelet.sock").touch()
-        assert await found.change() and not found.directory.take_changes()
-
-        (tmp_path / "kubelet.sock").rename(tmp_path / "b")
-        assert await found.change()
-
-        (tmp_path / "b").unlink()
-        assert await found.change()
-
-        # The kubelet writes a checkpoint under such a name, and renames it.
-        (tmp_path / ".543210").touch()
-        own.unlink()
-        assert not await found.change()
-
-        (tmp_path / ".543210").rename(tmp_path / ttdp.CHECKPOINT)
-        assert not await found.change()
-
-
-async def test_a_file_that_says_nothing_needs_no_turn_of_the_loop(tmp_path: Path) -> None:
-    """The daemon's own new socket, and a checkpoint that is being written."""
-    async with watched(tmp_path) as found:
-        for name in ("tt-n150.1-2.sock", ".543210"):
-            (tmp_path / name).touch()
+    for former, new, needs_turn, is_change in CHANGES:
+        if not former:
+            (path / new).touch()
+        elif new:
+            (path / former).rename(path / new)
+        else:
+            (path / former).unlink()
         await take_all()
-        assert not found.woken.is_set() and not found.directory.take_changes()
 
-        (tmp_path / "other.sock").touch()
-        assert await found.change()
-
-
-@pytest.mark.parametrize("call", ["inotify_init1", "inotify_add_watch"])
-async def test_a_watch_that_is_refused_is_tried_again_at_each_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """All instances or watches of the user can be in use. Until then each look is a change."""
-    found = Watched(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(ttdp._libc, call, lambda *_: -1)
-        for _ in range(3):
-            found.directory.check()
-            assert not found.directory.is_watched and found.directory.take_changes()
-
-    descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        found.directory.check()
-    assert found.directory.is_watched and not found.directory.take_changes()
-    assert len(os.listdir("/proc/self/fd")) == descriptors + (call == "inotify_init1")
-
-    (tmp_path / "other.sock").touch()
-    assert await found.change()
-    found.directory.close()
-
-
-@pytest.mark.parametrize("makes_it_first", [False, True])
-async def test_a_missing_directory_is_made_for_root_and_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes_it_first: bool
-) -> None:
-    """0750, as a kubelet makes it, whatever the umask; a kubelet can be faster."""
-    path = tmp_path / "device-plugins"
-    mkdir = os.mkdir
-
-    def come_second(path: str) -> None:
-        mkdir(path, 0o755)
-        mkdir(path)
-
-    if makes_it_first:
-        monkeypatch.setattr(os, "mkdir", come_second)
-    umask = os.umask(0o077)
-    try:
-        async with watched(path) as found:
-            monkeypatch.undo()
-            (path / "kubelet.sock").touch()
-            assert await found.change()
-    finally:
-        os.umask(umask)
-    assert makes_it_first or path.stat().st_mode & 0o7777 == 0o750
+        found = (woken.is_set(), watched.take_changes())
+        assert found == (needs_turn, is_change), (former, new)
+        woken.clear()
+    watched.close()
