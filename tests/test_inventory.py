@@ -148,16 +148,16 @@ def test_chips_that_come_and_go_are_seen_as_they_are_or_not_at_all(node: Simulat
     assert steps > 100 and len(watched.chips) == 2
 
 
-def test_a_module_can_have_any_version(node: SimulatedNode, settings: Settings) -> None:
-    """Control characters are escaped, as it is printed on terminals."""
+def test_the_driver_has_a_version_while_it_is_loaded(
+    node: SimulatedNode, settings: Settings
+) -> None:
+    """Any text, with control characters escaped, as it is printed on terminals; or none."""
     file = node.root / "sys/module/tenstorrent/version"
-    for content, version in ((b"2.10.1\n", "2.10.1"), (b"2\x1b[2J\xff", r"2\x1b[2J�")):
-        file.unlink()
-        file.write_bytes(content)
-        assert ttdp.driver_version(settings) == version
-
     file.unlink()
     assert ttdp.driver_version(settings) == "unknown"
+    file.write_bytes(b"2.1\x1b[2J\xff\n")
+    assert ttdp.driver_version(settings) == r"2.1\x1b[2J�"
+
     node.unload_driver()
     assert ttdp.driver_version(settings) is None
 
@@ -262,20 +262,6 @@ def test_a_chip_is_listed_once_its_device_file_is_valid(chip: Chip, what: str) -
     watched.look()
     seen = watched.chips[chip.bdf]
     assert (seen.is_listed, seen.fault) == (True, None)
-
-
-@pytest.mark.parametrize(
-    ("target", "is_used"), [("../0", True), ("{file}", True), ("../8", False), (None, False)]
-)
-def test_a_link_is_used_if_it_leads_to_the_chips_device_file_now(
-    chip: Chip, settings: Settings, target: str | None, is_used: bool
-) -> None:
-    """A runtime resolves it at each start of the container."""
-    function = found(chip).function
-    chip.by_pci.unlink()
-    if target:
-        chip.by_pci.symlink_to(target.format(file=function.path))
-    assert ttdp.link_path(settings, function) == (str(chip.by_pci) if is_used else None)
 
 
 openings: list[list[str]] = []  # what is opened, for those who want to know

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 import ttdp
 from tests.chips import bdf, chip, decide, hold
 from tests.reporting import Golden
-from tests.world.node import SimulatedNode
-from tests.world.watched import WatchedNode
 from ttdp import Chip, Decision, Kind, Mount, Problem, Settings, SharedResource, Sharing
 
 Conditions = Mapping[str, ttdp.Condition]
@@ -50,6 +48,14 @@ def faulty(each: Chip, since: float, **function: Any) -> Chip:
     return ill._replace(kind=ill.fault and ill.fault.kind, since=since)
 
 
+def after(bus: int, *readings: dict[str, Any]) -> Chip:
+    """Return a chip after these readings, ten seconds apart."""
+    each = chip(bus)
+    for number, values in enumerate(readings):
+        each = each.read(ttdp.Reading(each.function, 10.0 * number, **values), 80)
+    return each
+
+
 ABSENT = {"number": None, "path": ""}
 HOT = measured(chip(3, "p150a", number=2, fault=Kind.HOT), temperature=91.0, processes=[])
 MIXED = [
@@ -63,6 +69,15 @@ MIXED = [
     chip(8, None, number=5),
     faulty(chip(9), 3.0, driver="vfio-pci", **ABSENT)._replace(is_listed=False),
     faulty(chip(10), 4.0, **ABSENT),
+]
+ILL = [  # each by another rule
+    faulty(chip(1), 1.0, driver=None, **ABSENT),
+    faulty(chip(2), 2.0, driver=None, driver_is_loaded=False, **ABSENT),
+    chip(3).blocked(),
+    after(4, *[{"heartbeat": 7}] * 3),
+    after(5, {"temperature": 80.25}),
+    after(6, {"trips": 1}, {"trips": 2}),
+    after(7, {"identity": ttdp.Identity("n150")}, {}, {}),
 ]
 BOARDS = [
     *(chip(bus, "p300c", number=bus, numa_node=bus - 1, **PAIR) for bus in (1, 2)),
@@ -109,6 +124,7 @@ NODES: dict[str, Decision] = {
             hold("a.b/wormhole", f"{bdf(1)}::2", buses=[1], pod="u2"),
         ],
     ),
+    "faults": decide(ILL, settings()),
     "none": decide([], driver=None),
     "unsupported": decide([], unsupported=(bdf(12),)),
     "excluded": decide([chip(1)], settings(1)),
@@ -213,44 +229,6 @@ def test_each_change_is_one_line_of_the_log(golden: Golden) -> None:
             text += f"== {title}\n{log(former, present)}"
             former = present
     golden("log", text)
-
-
-def test_each_fault_has_one_reason_with_the_command_that_helps(
-    node: SimulatedNode, golden: Golden, stalls: None
-) -> None:
-    """It comes last, so that it can be pasted; none takes a card from another driver."""
-    (card,) = node.add("p150a")
-    file = node.borrowed(*node.number_of(0))
-    steps: list[tuple[Callable[[], object], Callable[[], object]]] = [
-        (node.tick, node.tick),
-        (card.vanish, card.come_back),
-        (card.unbind, card.bind),
-        (node.unload_driver, node.load_driver),
-        (lambda: card.bind_to("vfio-pci"), lambda: card.keep_for("(null)")),
-        (card.unbind, card.bind),
-        (card.device_node.unlink, lambda: card.device_node.symlink_to(file)),
-        (card.reset, card.post_reset),
-        (card.die, card.revive),
-        (lambda: card.fail("tt_serial"), lambda: card.restore("tt_serial")),
-        (card.freeze, card.thaw),
-        (lambda: card.heat(80.25), lambda: card.heat(40)),
-        (card.trip, node.tick),
-        (card.silence, card.speak),
-    ]
-    lines = []
-    for happens, ends in steps:
-        watched = WatchedNode(node, temperature_limit=80)
-        watched.look()
-        happens()
-        for _ in range(3):
-            node.tick()
-            watched.now += 10
-            watched.look()
-        lines.append(f"{watched.kind(card.bdf)}: {watched.chips[card.bdf].reason}\n")
-        ends()
-    watched.look(blocked=frozenset({card.bdf}))
-    lines.append(f"{watched.kind(card.bdf)}: {watched.chips[card.bdf].reason}\n")
-    golden("reasons", "".join(lines).replace(str(node.root), "ROOT"))
 
 
 # -- answers ---------------------------------------------------------------------------------------
