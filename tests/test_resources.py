@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from tests.chips import SUBSYSTEMS, bdf, chip, decide, hold
 from tests.reporting import Golden
-from ttdp import Chip, Device, Hold, Kind, Resource, Settings, SharedResource, Sharing
+from ttdp import Chip, Hold, Kind, Settings, SharedResource, Sharing
 
 SERIAL, OTHER = "0000046131842007", "0000046131842099"
 
@@ -93,6 +89,16 @@ LISTS: dict[str, tuple[list[Chip], Settings, list[Hold]]] = {
         n150s(1), ARCH, [TRAIN, hold("wormhole", bdf(1), buses=[1], pod="u2")]
     ),
     "a chip that only a hold knows": ([], Settings(), [TRAIN]),
+    "a pod has a board whose chips are devices now": (
+        p300s(1, 2), Settings(), [hold("p300-board", SERIAL, buses=[1, 2])]
+    ),
+    "a pod has a chip of a board": (p300s(1, 2), BOARD, [hold("p300", bdf(2), buses=[2])]),
+    "a pod has a board of which a chip has no serial yet": (
+        [*p300s(1), *p300s(2, serial=None)], BOARD, [hold("p300-board", SERIAL, buses=[1, 2])]
+    ),
+    "an ID of a pod is that of another device now": (
+        p300s(1, 2), BOARD, [hold("p300-board", SERIAL, buses=[2, 5])]
+    ),
     "two pods share": (
         n150s(1), shared(TWICE),
         [hold("n150", f"{bdf(1)}::{n}", buses=[1], pod=f"u{n + 1}") for n in (0, 1)],
@@ -152,75 +158,3 @@ def test_a_card_has_a_name_under_each_naming(card: str) -> None:
         for each in (chip(1, card), other):
             assert [*decide([each], settings).resources] == [f"example.org/{name}"]
         assert [*decide([chip(1, None)], settings).resources] == ["example.org/wormhole"]
-
-
-# -- whatever happens ------------------------------------------------------------------------------
-
-SHARED = [
-    Sharing(),
-    Sharing(resources=(SharedResource("n150", 2), SharedResource("p300-board", 2, "pair"))),
-    Sharing(resources=(SharedResource("n150", 2, "half", (bdf(2),)),)),
-]
-configurations = st.builds(
-    Settings,
-    unit=st.sampled_from(["chip", "board"]),
-    resource_naming=st.sampled_from(["board", "arch"]),
-    exclude=st.sampled_from([(), (), (bdf(2),)]),
-    sharing=st.sampled_from(SHARED),
-)
-states = st.sampled_from([{}, {}, {"fault": Kind.STALLED}, {"present": False}, None])
-
-
-@st.composite
-def nodes(draw: st.DrawFn) -> list[Chip]:
-    """Up to two n150 and a p300, of which some are missing or unhealthy."""
-    cards = {1: "n150", 2: "n150", 5: "p300c", 6: "p300c"}
-    found = [(bus, card, draw(states)) for bus, card in cards.items()]
-    return [chip(bus, card, serial=SERIAL, **more) for bus, card, more in found if more is not None]
-
-
-@st.composite
-def pods(draw: st.DrawFn, resources: dict[str, Resource]) -> list[Hold]:
-    """What a kubelet has given to pods: a chip to one of them, unless it is shared."""
-    found: list[Hold] = []
-    owners: dict[str, tuple[str, str]] = {}
-    for name, resource in resources.items():
-        for device_id, device in resource.devices.items():
-            owner = (name, device.id)
-            is_free = {owners.get(each, owner) for each in device.addresses} == {owner}
-            if not device.reason and is_free and draw(st.booleans()):
-                owners |= dict.fromkeys(device.addresses, owner)
-                pod = f"u{len(found)}"
-                found.append(Hold(name, frozenset([device_id]), "", device.addresses, pod=pod))
-    return found
-
-
-@hypothesis_settings(deadline=None, max_examples=100)
-@given(nodes(), configurations, nodes(), configurations, st.data())
-def test_no_chip_of_a_pod_is_offered_and_no_id_of_a_pod_is_missing(
-    before: list[Chip], former: Settings, after: list[Chip], now: Settings, data: st.DataObject
-) -> None:
-    """Whatever happens to chips and configuration while pods hold devices."""
-    holds = data.draw(pods({**decide(before, former).resources}))
-    decision = decide(after, now, holds)
-    found, configured = decision.resources, decision.offer.resources
-
-    for each in holds:
-        are_healthy = all(decision.chips[address].reason is None for address in each.chips)
-        for device in (found[each.resource].devices[key] for key in each.ids):
-            assert device.addresses <= each.chips
-            assert device.reason is None or not are_healthy
-    assert all(found[name].devices.keys() >= configured[name].devices.keys() for name in configured)
-
-    held = {(each.resource, key) for each in holds for key in each.ids}
-    free: list[tuple[str, Device]] = []
-    for name, resource in found.items():
-        for key, device in resource.devices.items():
-            if (name, key) not in held and not device.reason:
-                free.append((name, device))
-    for name, device in free:
-        for each in holds:
-            assert each.shares_device(name, device.ids) or not each.chips & device.addresses
-    for (name, one), (other_name, other) in itertools.combinations(free, 2):
-        is_same = (name, one.id) == (other_name, other.id)
-        assert is_same or not one.addresses & other.addresses
