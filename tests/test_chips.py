@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 from unittest.mock import patch
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -127,7 +127,23 @@ steps = st.tuples(
 )
 
 
+def polls(*values: tuple[float, dict[str, Any] | None]) -> list[tuple[Any, ...]]:
+    """Return a story of readings so many seconds after the last one; None: without telemetry."""
+    told = [(after, each and {"identity": CARD, **each}) for after, each in values]
+    return [(after, (None, FUNCTION), (each or {}, 80.0), False) for after, each in told]
+
+
+BOUNDARIES = [
+    *polls((1, {"temperature": 79.9, "trips": 0}), (1, {"temperature": 80.0})),
+    *polls((1, {"temperature": 75.1}), (1, {"temperature": 75.0})),
+    *polls((1, {"trips": 1}), (299.5, {"trips": 1}), (0.5, {"trips": 1})),
+    *polls((1, None), (9.5, None), (0.5, None)),
+    *polls(*[(1, {"heartbeat": 7})] * 3, (1, {"heartbeat": 8})),
+]
+
+
 @hypothesis_settings(deadline=None, max_examples=250)
+@example(BOUNDARIES)
 @given(st.lists(steps, min_size=15, max_size=40))
 def test_whatever_happens_to_chips_is_known_by_the_rules(story: list[tuple[Any, ...]]) -> None:
     """The kind of fault, since when, the identity and the number, after each step of any story."""
