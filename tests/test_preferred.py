@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -119,7 +119,9 @@ def nodes(places: Iterable[Place]) -> set[int | None]:
     return {node for _, node in places}
 
 
-checked = hypothesis_settings(deadline=None, max_examples=300)
+checked = hypothesis_settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @checked
