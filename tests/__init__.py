@@ -4,7 +4,7 @@ Run them:
 
     make test                                                 all that need no root, in two minutes
     .venv/bin/python -m pytest tests/test_health.py           one file
-    .venv/bin/python -m pytest tests/test_health.py -k stall  the tests with that word in their name
+    .venv/bin/python -m pytest tests/test_health.py -k dead   the tests with that word in their name
     make e2e-systemd                                          as root; see CONTRIBUTING.md
     .venv/bin/python -m pytest -vv tests/e2e/test_pods.py     one file of these, after make pyz deb
 
@@ -12,9 +12,9 @@ Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config, test_golden
     INVENTORY                         test_inventory
-    HEALTH                            test_health
+    HEALTH                            test_health: what is read; test_chips: the rules
     CHIPS                             test_chips: over time; test_resources: their places
-    RESOURCES, DECISION               test_resources
+    RESOURCES, DECISION               test_resources; the lists are in golden/reports
     HOLDS                             test_holds, test_holds_explored, test_ownership
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
@@ -45,7 +45,6 @@ they find other faults, as these:
                         kubelets are like ours
     directories         test_holds_explored: which one an answer names; test_directories: that it
                         is there
-    a chip's faults     test_health: rules, each at its boundaries; test_chips: all, in any order
 
 The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
 of two pods with one ID as it is. On a failure it prints the story, move by move; its seed makes it

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ttdp
@@ -69,19 +68,3 @@ def decide(
     by_address = {each.address: each for each in chips}
     others = {"names": NAMES, "driver": "2.10.1", **more}
     return ttdp.decide(settings or Settings(), by_address, holds, **others)
-
-
-def count_calls(work: Callable[[], object]) -> int:
-    """Return how many functions are called: a cost that depends on no machine."""
-    count = 0
-
-    def profile(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count

@@ -88,7 +88,8 @@ def unhurried() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttdp, "READ_TIMEOUT", UNHURRIED["READ_TIMEOUT"])
         patch.setattr(ttdp, "STREAM_DELAY", 4 * ttdp.STREAM_DELAY)
-        patch.setattr(ttdp, "MISSES", NEVER)  # see `stalls`
+        # On a busy machine, firmware that a thread plays does not keep up with such polls.
+        patch.setattr(ttdp, "MISSES", NEVER)
         yield
 
 
@@ -96,16 +97,6 @@ def unhurried() -> Iterator[None]:
 def reads_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reads of chips count as blocked as early as in the real program."""
     monkeypatch.setattr(ttdp, "READ_TIMEOUT", READ_TIMEOUT)
-
-
-@pytest.fixture
-def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let heartbeats be missed, as in the real program: for firmware that lives, see `ticking`.
-
-    In other tests none is missed: on a busy machine, firmware that a thread plays does not keep up
-    with such polls.
-    """
-    monkeypatch.setattr(ttdp, "MISSES", MISSES)
 
 
 @pytest.fixture

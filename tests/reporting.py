@@ -1,18 +1,36 @@
 """What a run says at its end: the tests that did not run here, each with its name and the reason.
 
-`make` loads this plugin; .ci/run repeats its lines after everything else.
+`make` loads this plugin; .ci/run repeats its lines after everything else. It also has the option of
+tests that compare with tests/golden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+Golden = Callable[[str, str], None]
 MARK = "NOT RUN: "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of tests that compare with tests/golden."""
     parser.addoption("--update-golden", action="store_true", help="write the outputs of now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compares a text with the one in tests/golden/reports that has this name."""
+
+    def compare(name: str, text: str) -> None:
+        file = Path(__file__).with_name("golden") / "reports" / f"{name}.out"
+        if request.config.getoption("--update-golden"):
+            file.write_text(text)
+        assert text == file.read_text()
+
+    return compare
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import itertools
+import json
 from dataclasses import dataclass
 from math import inf
+from typing import Any
+from unittest.mock import patch
 
-import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.world.node import Chip as Card
-from tests.world.node import SimulatedNode
-from tests.world.processes import workspace
-from tests.world.watched import WatchedNode
-from ttdp import Kind
+import ttdp
+from tests.chips import bdf, chip, kind_of
+from tests.conftest import MISSES
+from ttdp import Fault, HealthSettings, Identity, Inventory, Kind, PciFunction, Reading, Settings
 
-LIMIT = 80.0  # °C
-
-
-@pytest.fixture(autouse=True)
-def real_misses(stalls: None) -> None:
-    """Heartbeats are missed as in the real program."""
+FUNCTION = chip(1).function
+SCANS: list[tuple[Kind | None, PciFunction | None]] = [  # with the fault that each shows
+    (Kind.GONE, None),
+    (Kind.NO_DRIVER, FUNCTION.without_class_device()),
+    (Kind.NO_DRIVER, FUNCTION.without_class_device("vfio-pci")),
+    (Kind.DEVICE_FILE, FUNCTION.without_class_device("tenstorrent")),
+    (Kind.DEVICE_FILE, FUNCTION._replace(file_fault="it does not exist")),
+    (None, FUNCTION._replace(number=1)),
+]
+CARD = Identity(card="n150")
+DEAD = {"fault": Fault(Kind.NO_RESPONSE, "")}
 
 
 @dataclass
-class Life:
-    """What must be known of a card, by the rules of the design and by what has happened to it."""
+class Model:
+    """What must be known of a chip, by the rules of the design and by what has happened to it."""
 
-    card: Card
     is_known: bool = False
     is_listed: bool = False
     had_telemetry: bool = False  # since boot
@@ -39,204 +43,148 @@ class Life:
     read_fault: Kind | None = None  # that the last reading has shown
     kind: Kind | None = None
     since: float | None = None  # when that kind began
-    beat: str | None = None  # at the last poll
+    beat: int | None = None  # at the last poll
     misses: int = 0
     is_hot: bool = False
     trips: int | None = None
     tripped_at: float = -inf
     silent_since: float | None = None
 
-    def after_look(self, now: float, *, is_read: bool, is_poll: bool, is_blocked: bool) -> None:
-        """Expect what a look at this time must show."""
-        kind = self._structural_kind()
-        self.is_known |= self.card.present
-        self.has_reading &= self.number == self.card.ordinal
-        self.number = self.card.ordinal
-        if kind in (Kind.GONE, Kind.NO_DRIVER):  # when it is back it must show that it is well
+    def after_scan(self, kind: Kind | None, function: PciFunction | None) -> None:
+        number = function.number if function else None
+        self.has_reading &= number == self.number
+        self.number = number
+        self.is_known |= function is not None
+        self.is_listed |= kind is None
+        if number is None:  # when it is back it must show that it is well
             self.beat, self.misses, self.is_hot, self.silent_since = None, 0, False, -inf
             self.read_fault = Kind.SILENT if self.had_telemetry else None
-            self.has_reading = False
-        else:
-            self.is_listed |= kind is None
-            if is_blocked:
-                self.read_fault, self.has_reading = Kind.BLOCKED, False
-            elif is_read:
-                self.read_fault, self.has_reading = self._reading(now, is_poll), True
 
-        if (kind or self.read_fault) != self.kind:
-            self.kind = kind or self.read_fault
-            self.since = now if self.kind else None
-
-    def _structural_kind(self) -> Kind | None:
-        if not self.card.present:
-            return Kind.GONE
-        if self.card.driver != "tenstorrent":
-            return Kind.NO_DRIVER
-        return None if self.card.device_node.exists() else Kind.DEVICE_FILE
-
-    def _reading(self, now: float, is_poll: bool) -> Kind | None:
-        card = self.card
-        if card.hwmon is None:  # the firmware has not reported since the driver was bound
-            self.silent_since = now if self.silent_since is None else self.silent_since
-        elif card.condition == "resetting":
-            return Kind.RESETTING
-        elif card.condition == "dead":
-            return Kind.NO_RESPONSE
-        elif "tt_serial" in card.overridden:
-            return Kind.READ_ERROR
-        else:
-            self._live_values(now, is_poll)
-
-        if self.misses >= 2:
-            return Kind.STALLED
-        if self.is_hot:
-            return Kind.HOT
-        if now - self.tripped_at < 300:
-            return Kind.TRIPPED
-        is_late = self.silent_since is not None and now - self.silent_since >= 10
-        return Kind.SILENT if is_late and self.had_telemetry else None
-
-    def _live_values(self, now: float, is_poll: bool) -> None:
-        self.had_telemetry, self.silent_since = True, None
-        beat = self.card.telemetry["tt_heartbeat"]
-        if beat != self.beat:
-            self.misses = 0
-        elif is_poll:
-            self.misses += 1
-        self.beat = beat if is_poll else self.beat
-
-        celsius = int(self.card.sensors["temp1_input"]) / 1000
-        self.is_hot = celsius >= LIMIT or (self.is_hot and celsius > LIMIT - 5)
-        if "tt_therm_trip_count" in self.card.telemetry:
-            trips = int(self.card.telemetry["tt_therm_trip_count"])
-            if self.trips is not None and trips > self.trips:
-                self.tripped_at = now
-            self.trips = trips
-
-    def after_restart(self) -> None:
-        """Expect what the next daemon knows: of chips that were devices, all but their vitals."""
-        kept = (
-            (self.kind, self.since, self.had_telemetry) if self.is_listed else (None, None, False)
-        )
-        self.__init__(self.card, self.is_listed, self.is_listed)  # type: ignore[misc]
-        self.kind, self.since, self.had_telemetry = kept
-        self.silent_since = -inf if self.is_listed else None
-        self.read_fault = Kind.SILENT if self.had_telemetry else None
-
-
-class Walk:
-    """A node with a Blackhole and a Wormhole, the daemon's inventory, and what this must know."""
-
-    def __init__(self, node: SimulatedNode) -> None:
-        cards = node.add("p150a") + node.add("n150")
-        self.node = node
-        self.watched = WatchedNode(node, temperature_limit=LIMIT)
-        self.lives = [Life(card) for card in cards]
-        self.blocked: set[str] = set()
-        self.look()
-
-    def happens(self, operation: str, number: int) -> None:
-        """Let this happen to a card, or to the node."""
-        card = self.lives[number].card
-        shows_values = card.hwmon is not None and card.condition == "healthy"
-        if operation.endswith("error") and not shows_values:
+    def after_reading(self, reading: Reading, limit: float | None) -> None:
+        values = (reading.heartbeat, reading.temperature, reading.trips, reading.identity.card)
+        self.has_reading = True
+        if reading.fault:
+            self.read_fault = reading.fault.kind
             return
-        operations: dict[str, Callable[[], object]] = {
-            "vfio": lambda: card.bind_to("vfio-pci"),
-            "release": lambda: card.keep_for("(null)"),
-            "load": self.node.load_driver,
-            "unload": self.node.unload_driver,
-            "swap": self.swap_numbers,
-            "error": lambda: card.fail("tt_serial"),
-            "no error": lambda: card.restore("tt_serial"),
-            "block": lambda: self.blocked.add(card.bdf),
-            "unblock": lambda: self.blocked.discard(card.bdf),
-            "no file": lambda: card.device_node.unlink(),
-            "file": lambda: self.make_file(card),
-            "74 °C": lambda: card.heat(74),
-            "79 °C": lambda: card.heat(79),
-            "80 °C": lambda: card.heat(80),
-            "restart": self.restart,
-            "event": lambda: self.look(is_poll=False),
-            "9 s": lambda: self.pass_time(9),
-            "291 s": lambda: self.pass_time(291),
+        if values == (None,) * 4:
+            self.silent_since = reading.at if self.silent_since is None else self.silent_since
+        else:
+            self.silent_since = None
+            self._live_values(reading, limit)
+
+        silence = 0 if self.silent_since is None else reading.at - self.silent_since
+        rules = {
+            Kind.STALLED: self.misses >= 2,
+            Kind.HOT: self.is_hot,
+            Kind.TRIPPED: reading.at - self.tripped_at < 300,
+            Kind.SILENT: silence >= 10 and self.had_telemetry,
         }
-        # What cannot happen now does not: a card that is there does not come back.
-        with suppress(ValueError, LookupError, FileNotFoundError, FileExistsError):
-            (operations.get(operation) or getattr(card, operation))()
+        self.read_fault = next((kind for kind, applies in rules.items() if applies), None)
 
-    def look(self, *, is_poll: bool = True, is_read: bool = True) -> None:
-        """Look as the daemon does; all that it knows must be as expected."""
-        self.watched.now += 1
-        if is_poll:
-            self.node.tick()
-        if is_read:
-            self.watched.look(is_poll=is_poll, blocked=frozenset(self.blocked))
-        else:
-            self.watched.scan()
-            self.watched.date()
+    def _live_values(self, reading: Reading, limit: float | None) -> None:
+        self.had_telemetry |= reading.identity == CARD
+        if reading.heartbeat is None or reading.heartbeat != self.beat:
+            self.misses = 0
+        elif reading.is_poll:
+            self.misses += 1
+        self.beat = reading.heartbeat if reading.is_poll else self.beat
 
-        for life in self.lives:
-            is_blocked = is_read and life.card.bdf in self.blocked
-            life.after_look(
-                self.watched.now, is_read=is_read, is_poll=is_poll, is_blocked=is_blocked
-            )
-            self.compare(life)
+        if limit is None:
+            self.is_hot = False
+        elif reading.temperature is not None:
+            cools = reading.temperature <= limit - 5
+            self.is_hot = reading.temperature >= limit or (self.is_hot and not cools)
 
-    def compare(self, life: Life) -> None:
-        card = life.card
-        found = self.watched.chips.get(card.bdf)
-        assert (found is not None) is life.is_known
-        if found is None:
-            return
-        assert self.watched.kind(card.bdf) is life.kind
-        assert (found.since, found.is_listed) == (life.since, life.is_listed)
-        assert (found.function.number, found.function.on_bus) == (card.ordinal, card.present)
-        assert (found.identity.serial is not None) is life.had_telemetry
-        assert found.identity.serial in (None, card.telemetry["tt_serial"])
-        assert (found.reading is not None) is life.has_reading
+        if reading.trips is not None:
+            if self.trips is not None and reading.trips > self.trips:
+                self.tripped_at = reading.at
+            self.trips = reading.trips
 
-    def swap_numbers(self) -> None:
-        one, other = (life.card for life in self.lives)
-        if None not in (one.ordinal, other.ordinal):
-            self.node.swap_ordinals(one.bdf, other.bdf)
-
-    def make_file(self, card: Card) -> None:
-        card.device_node.symlink_to(self.node.borrowed(*self.node.number_of(card.ordinal)))
-
-    def restart(self) -> None:
-        self.watched.restart()
-        for life in self.lives:
-            life.after_restart()
-
-    def pass_time(self, seconds: float) -> None:
-        self.watched.now += seconds
+    def after_restart(self) -> Model:
+        """Return what the next daemon knows: of chips that were devices, all but their vitals."""
+        if not self.is_listed:
+            return Model()
+        told = Model(True, True, self.had_telemetry, kind=self.kind, since=self.since)
+        told.after_scan(Kind.GONE, None)
+        return told
 
 
-FAULTS = [
-    "event", "vanish", "unbind", "rebind", "vfio", "unload", "swap", "die", "reset", "freeze",
-    "silence", "error", "block", "restart", "no file", "74 °C", "79 °C", "80 °C",
-]  # fmt: skip
-ENDS = [
-    "come_back", "release", "bind", "load", "revive", "post_reset", "thaw", "speak", "unblock",
-    "trip", "event", "file", "no error", "9 s", "291 s", "80 °C",
-]  # fmt: skip
-OPERATIONS = FAULTS + 2 * ENDS  # most rules are about chips that can be read
-LOOKS = ("poll", "", "poll poll", "slow", "slow poll")
-steps = st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 1), st.sampled_from(LOOKS))
+NAMES = ("is_poll", "heartbeat", "temperature", "trips", "identity")
+VALUES = itertools.product(  # what is there twice is drawn as often
+    [True, True, False], [0, 0, 0, 1, None], [75.0, 75.1, 79.9, 80.0, None], [0, 1, 1, 1, 2, None],
+    [CARD],
+)  # fmt: skip
+READINGS = [dict(zip(NAMES, values, strict=True)) for values in VALUES]
+steps = st.tuples(
+    st.sampled_from([0.5, 9.5, 10.0, 299.5, 300.0]),
+    st.sampled_from([*[(None, FUNCTION)] * 12, *SCANS]),
+    # None: there is none yet; "late": from before the chip was renumbered.
+    st.tuples(st.sampled_from(READINGS), st.sampled_from([80.0, 80.0, 80.0, 84.9, None]))
+    | st.tuples(st.sampled_from([{}, {}, {}, DEAD, None, "blocked", "late"]), st.just(80.0)),
+    st.sampled_from([False] * 9 + [True]),
+)
 
 
-@hypothesis_settings(deadline=None, max_examples=100)
+def polls(*values: tuple[float, dict[str, Any] | None]) -> list[tuple[Any, ...]]:
+    """Return a story of readings so many seconds after the last one; None: without telemetry."""
+    told = [(after, each and {"identity": CARD, **each}) for after, each in values]
+    return [(after, (None, FUNCTION), (each or {}, 80.0), False) for after, each in told]
+
+
+BOUNDARIES = [
+    *polls((1, {"temperature": 79.9, "trips": 0}), (1, {"temperature": 80.0})),
+    *polls((1, {"temperature": 75.1}), (1, {"temperature": 75.0})),
+    *polls((1, {"trips": 1}), (299.5, {"trips": 1}), (0.5, {"trips": 1})),
+    *polls((1, None), (9.5, None), (0.5, None)),
+    *polls(*[(1, {"heartbeat": 7})] * 3, (1, {"heartbeat": 8})),
+]
+
+
+@hypothesis_settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@example(BOUNDARIES)
 @given(st.lists(steps, min_size=15, max_size=40))
-def test_whatever_happens_to_chips_is_known_by_the_rules(
-    story: list[tuple[str, int, str]],
-) -> None:
-    """The kind of fault, since when, the identity and the number, at each look of any story."""
-    with workspace() as directory:
-        walk = Walk(SimulatedNode(directory / "node"))
-        for operation, number, looks in story:
-            walk.happens(operation, number)
-            if "slow" in looks:
-                walk.look(is_poll=False, is_read=False)
-            for _ in range(looks.count("poll")):
-                walk.look()
+def test_whatever_happens_to_chips_is_known_by_the_rules(story: list[tuple[Any, ...]]) -> None:
+    """The kind of fault, since when, the identity and the number, after each step of any story."""
+    inventory, model, now = Inventory({}), Model(), 1000.0
+    bus: dict[str, PciFunction] = {}
+    simulated: dict[str, Any] = {
+        "MISSES": MISSES,
+        "driver_version": lambda _: "2.10",
+        "scan": lambda *_, **__: bus,
+        "seconds_since_boot": lambda: now,
+    }
+    with patch.multiple(ttdp, **simulated):
+        for after, (kind, function), (what, limit), is_restart in story:
+            now += after
+            if is_restart:
+                saved = json.loads(json.dumps(inventory.to_saved()))
+                inventory = Inventory({each: ttdp.saved_chip(each, saved[each]) for each in saved})
+                model = model.after_restart()
+
+            bus = {function.address: function} if function else {}
+            inventory.scan(Settings())
+            model.after_scan(kind, function)
+            if function and function.number is not None and what is not None:
+                if what == "blocked":
+                    inventory.block([function.address])
+                    model.read_fault, model.has_reading = Kind.BLOCKED, False
+                elif what == "late":
+                    late = Reading(function._replace(number=7), now, temperature=99.0)
+                    inventory.apply([late], HealthSettings(temperature_limit=limit))
+                else:
+                    reading = Reading(function, now, **what)
+                    inventory.apply([reading], HealthSettings(temperature_limit=limit))
+                    model.after_reading(reading, limit)
+            inventory.date_faults()
+            if (kind or model.read_fault) != model.kind:
+                model.kind = kind or model.read_fault
+                model.since = now if model.kind else None
+
+            found = inventory.chips.get(bdf(1))
+            assert (found is not None) is model.is_known
+            if found:
+                assert (kind_of(found), found.since) == (model.kind, model.since)
+                assert (found.function.number, found.is_listed) == (model.number, model.is_listed)
+                assert found.function.on_bus is (function is not None)
+                assert (found.identity == CARD) is model.had_telemetry
+                assert (found.reading is not None) is model.has_reading
