@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import ttdp
 from tests.commands import Commanded, commanded
 from tests.documents import DEB
 
@@ -31,8 +30,7 @@ def host(short_tmp: Path) -> Iterator[Commanded]:
 def test_a_device_file_that_not_every_user_can_open_is_named(host: Commanded) -> None:
     """A terminal stands in for it, which any user can have."""
     (chip,) = host.node.chips
-    ends = pty.openpty()
-    terminal = os.ttyname(ends[1])
+    terminal = os.ttyname(pty.openpty()[1])
     os.chmod(terminal, 0o620)
     number = os.stat(terminal).st_rdev
     chip.device_node.unlink()
@@ -41,24 +39,9 @@ def test_a_device_file_that_not_every_user_can_open_is_named(host: Commanded) ->
 
     found = host.run("check", "--quiet")
 
-    for descriptor in ends:
-        os.close(descriptor)
     text = f"{chip.device_node} has mode 0620, so not every user can open it"
     assert found.out == f"warn  {ADDRESS}: {text}; install the driver's udev rules\n"
     assert found.status == 0
-
-
-def test_no_advice_restarts_a_service_whose_configuration_is_not_valid(host: Commanded) -> None:
-    """It would not start again, and the node would lose its resources."""
-    for view in (
-        {"version": "0.1.9"},
-        {"version": "0.1.9", "chips": [{}]},
-        {"rejected": "x: y: 1 is not valid"},
-        {"problems": [{"level": "warn", "subject": "files", "kind": "", "problem": "read-only",
-                       "command": ttdp.RESTART}]},
-    ):  # fmt: skip
-        found = [*ttdp.findings({**host.service.view(), **view}, "FILE: unit: 1 is not valid")]
-        assert "restart" not in str(found) and found[0].level == "FAIL"
 
 
 def test_the_condition_of_the_example_ends_with_the_command_in_its_message(
