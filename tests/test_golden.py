@@ -23,6 +23,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,9 @@ def prepare(host: Commanded, words: list[str]) -> None:
             pass
         case ["add", card, *options]:  # behind an IOMMU; options of SimulatedNode.add(): NAME=JSON
             given = dict(option.split("=", 1) for option in options)
-            values = {name: v if ":" in v else json.loads(v) for name, v in given.items()}
+            values: dict[str, Any] = {
+                name: v if ":" in v else json.loads(v) for name, v in given.items()
+            }
             for chip in host.node.add(card, **values):
                 host.node.set_iommu(chip.bdf)
         case ["break", bdf, operation, *more]:  # a method of the chip
