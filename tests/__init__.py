@@ -28,9 +28,9 @@ Layout, by chapter of ttdp.py:
     REQUESTS                          test_requests, test_container_starts
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
-    COMMAND LINE                      test_golden, test_cli, test_list, test_check, test_fix
+    COMMAND LINE                      test_golden, test_cli, test_list, test_fix
     several, in random order          test_sequences; make fuzz makes more of them
-    packaging/, README, man page      test_start, test_versions, test_texts, test_manual
+    packaging/, README, man page      test_start, test_versions, test_texts
     the package's files, make         test_postinst, test_sbom, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
 

@@ -1,8 +1,9 @@
-"""The view that `list`, `check` and `fix` read. What they print: tests/golden."""
+"""`list` and `check`: their view of the node, and its outlets. What they print: tests/golden."""
 
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -122,6 +123,24 @@ def test_who_may_not_ask_is_told_to_be_root(host: Commanded, command: str) -> No
     *_, line = (found.stdout + found.stderr).splitlines()
     reason = f"cannot be asked: {host.service.path}: permission denied; run it as root"
     assert line.endswith(reason) and found.returncode == int(command != "check")
+
+
+def test_a_device_file_that_not_every_user_can_open_is_named(host: Commanded) -> None:
+    """By check. A terminal stands in for it, which any user can have."""
+    (chip,) = host.node.chips
+    host.node.set_iommu(chip.bdf)
+    terminal = os.ttyname(pty.openpty()[1])
+    os.chmod(terminal, 0o620)
+    number = os.stat(terminal).st_rdev
+    chip.device_node.unlink()
+    chip.device_node.symlink_to(terminal)
+    chip.write("dev", f"{os.major(number)}:{os.minor(number)}\n".encode())
+
+    found = host.run("check", "--quiet")
+
+    text = f"{chip.device_node} has mode 0620, so not every user can open it"
+    expected = f"warn  {chip.bdf}: {text}; install the driver's udev rules\n"
+    assert (found.out, found.status) == (expected, 0)
 
 
 # -- outputs ---------------------------------------------------------------------------------------
