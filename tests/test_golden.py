@@ -108,11 +108,10 @@ def prepare(host: Commanded, words: list[str]) -> None:
         case ["driver", _]:  # from the start
             pass
         case ["add", card, *options]:  # behind an IOMMU; options of SimulatedNode.add(): NAME=JSON
-            given = dict(option.split("=", 1) for option in options)
-            values: dict[str, Any] = {
-                name: v if ":" in v else json.loads(v) for name, v in given.items()
-            }
-            for chip in host.node.add(card, **values):
+            given: dict[str, Any] = {}
+            for name, text in (option.split("=", 1) for option in options):
+                given[name] = text if ":" in text else json.loads(text)
+            for chip in host.node.add(card, **given):
                 host.node.set_iommu(chip.bdf)
         case ["break", bdf, operation, *more]:  # a method of the chip
             getattr(host.node.chip(bdf), operation)(*more)
