@@ -146,16 +146,6 @@ def test_a_device_file_that_not_every_user_can_open_is_named(host: Commanded) ->
 # -- outputs ---------------------------------------------------------------------------------------
 
 
-def test_an_ascii_terminal_is_no_error(host: Commanded) -> None:
-    """Other characters are printed in another way; Python itself would raise an error."""
-    host.service.rows["0000:01:00.0"] = {"replicas": 4}
-    environ = environment(RUNTIME_DIRECTORY=str(host.root), PYTHONIOENCODING="ascii")
-
-    found = subprocess.run([*PROGRAM, "list"], env=environ, capture_output=True)
-
-    assert b"n150 \\xd74" in found.stdout and (found.returncode, found.stderr) == (0, b"")
-
-
 def test_a_closed_pipe_is_not_an_error(host: Commanded) -> None:
     """`list | head -1`: there is nothing to report, least of all a traceback."""
     reader, writer = os.pipe()

@@ -19,68 +19,59 @@ NEWS = "# Changelog\n\n## 0.2.0 – unreleased\n\n- Something.\n\n## 0.1.0 – 2
 ENVIRONMENT = os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
 for who in ("AUTHOR", "COMMITTER"):
     ENVIRONMENT |= {f"GIT_{who}_NAME": "Somebody", f"GIT_{who}_EMAIL": "s@example.invalid"}
-
-
-class Repository:
-    """A source with the two scripts and CHANGELOG.md, committed on main."""
-
-    def __init__(self, top: Path) -> None:
-        self.top = top
-        (top / "packaging").mkdir(parents=True)
-        for name in ("version.sh", "release.sh"):
-            shutil.copy(ROOT / "packaging" / name, top / "packaging")
-        (top / "CHANGELOG.md").write_text(NEWS)
-        (top / ".gitignore").write_text("/build/\n")
-        self.run("git", "init", "--quiet", "--initial-branch=main")
-        self.commit("First")
-
-    def run(self, *command: str) -> str:
-        """Return what a command prints; raises CalledProcessError with the same."""
-        return subprocess.check_output(
-            command, cwd=self.top, env=ENVIRONMENT, stderr=subprocess.STDOUT, text=True
-        ).strip()
-
-    def commit(self, message: str) -> None:
-        self.run("git", "add", "--all")
-        self.run("git", "commit", "--quiet", "--allow-empty", "--message", message)
-
-    def version(self) -> str:
-        return self.run("packaging/version.sh")
-
-    def state(self) -> list[str]:
-        """Everything that a release changes."""
-        commands = ("rev-parse main", "tag", "status --porcelain", "branch", "worktree list")
-        return [self.run("git", *command.split()) for command in commands]
+VERSION, RELEASE = "packaging/version.sh", "packaging/release.sh"
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    return Repository(tmp_path / "source")
+def source(tmp_path: Path) -> Path:
+    """A source with the two scripts and CHANGELOG.md, committed on main."""
+    source = tmp_path / "source"
+    (source / "packaging").mkdir(parents=True)
+    for name in (VERSION, RELEASE):
+        shutil.copy(ROOT / name, source / name)
+    (source / "CHANGELOG.md").write_text(NEWS)
+    (source / ".gitignore").write_text("/build/\n")
+    run(source, "git", "init", "--quiet", "--initial-branch=main")
+    run(source, "git", "add", "--all")
+    commit(source, "First")
+    return source
 
 
-def test_versions_only_rise(repository: Repository) -> None:
+def run(source: Path, *command: str) -> str:
+    """Return what a command prints; raises CalledProcessError with the same."""
+    return subprocess.check_output(
+        command, cwd=source, env=ENVIRONMENT, stderr=subprocess.STDOUT, text=True
+    ).strip()
+
+
+def commit(source: Path, message: str) -> None:
+    run(source, "git", "commit", "--quiet", "--allow-empty", "--message", message)
+
+
+def state(source: Path) -> list[str]:
+    """Return everything that a release changes."""
+    commands = ("rev-parse main", "tag", "status --porcelain", "branch", "worktree list")
+    return [run(source, "git", *command.split()) for command in commands]
+
+
+def test_versions_only_rise(source: Path) -> None:
     """From commit to commit, also with changes, through a release and after it.
 
     Each is below the next release.
     """
     seen = []
-
-    def commit(number: int) -> None:
+    for number in (1, 8, 0, 1, 9):  # then the count has a second digit
         for _ in range(number):
-            repository.commit("Change")
-        clean = repository.version()
-        (repository.top / "CHANGELOG.md").write_text("changed")
-        changed = repository.version()
-        repository.run("git", "checkout", "--quiet", ".")
-        assert changed == f"{clean}+dirty"
-        seen.extend([clean, changed])
+            commit(source, "Change")
+        if not number:
+            run(source, "git", "tag", "-m", "", "v0.2.0")
+        seen.append(run(source, VERSION))
 
-    for number in (1, 8):  # then the count has a second digit
-        commit(number)
-    repository.run("git", "tag", "-m", "", "v0.2.0")
-    seen.append(repository.version())
-    for number in (1, 9):
-        commit(number)
+        (source / "CHANGELOG.md").write_text("changed")
+        assert run(source, VERSION) == f"{seen[-1]}+dirty"
+        if number:
+            seen.append(f"{seen[-1]}+dirty")
+        run(source, "git", "checkout", "--quiet", ".")
 
     assert re.fullmatch(r"0~git2\.g[0-9a-f]{10}", seen[0])
     assert seen[4] == "0.2.0" and re.fullmatch(r"0\.2\.0\+git1\.g[0-9a-f]{10}", seen[5])
@@ -88,24 +79,24 @@ def test_versions_only_rise(repository: Repository) -> None:
         subprocess.check_call(["dpkg", "--compare-versions", old, "lt", new])
 
 
-def test_a_source_that_is_no_clone_has_no_version(repository: Repository) -> None:
+def test_a_source_that_is_no_clone_has_no_version(source: Path) -> None:
     """Nor is that of a clone around it taken."""
-    inner = repository.top / "inner/packaging"
+    inner = source / "inner/packaging"
     inner.mkdir(parents=True)
-    shutil.copy(ROOT / "packaging/version.sh", inner)
-    assert repository.run(str(inner / "version.sh")) == "0~source"
+    shutil.copy(ROOT / VERSION, inner)
+    assert run(inner, "./version.sh") == "0~source"
 
 
-def test_a_release(repository: Repository) -> None:
+def test_a_release(source: Path) -> None:
     """One command checks a worktree, whose commit has the date in CHANGELOG.md, and tags it."""
     checks = "! grep unreleased CHANGELOG.md && touch untracked && test $CI = true"
 
-    said = repository.run("packaging/release.sh", "0.2.0", checks)
+    said = run(source, RELEASE, "0.2.0", checks)
 
-    assert "git push origin main v0.2.0" in said and repository.version() == "0.2.0"
-    assert repository.run("git", "log", "--format=%s").splitlines() == ["Release 0.2.0", "First"]
-    assert re.search(r"(?m)^## 0.2.0 – 20..-..-..$", (repository.top / "CHANGELOG.md").read_text())
-    _, tags, changes, _, worktrees = repository.state()
+    assert "git push origin main v0.2.0" in said and run(source, VERSION) == "0.2.0"
+    assert run(source, "git", "log", "--format=%s").splitlines() == ["Release 0.2.0", "First"]
+    assert re.search(r"(?m)^## 0.2.0 – 20..-..-..$", (source / "CHANGELOG.md").read_text())
+    _, tags, changes, _, worktrees = state(source)
     assert (tags, changes) == ("v0.2.0", "") and len(worktrees.splitlines()) == 1
 
 
@@ -121,13 +112,13 @@ def test_a_release(repository: Repository) -> None:
     ],
 )
 def test_what_is_not_released(
-    repository: Repository, before: str, version: str, checks: str, reason: str
+    source: Path, before: str, version: str, checks: str, reason: str
 ) -> None:
     """The reason is given, and nothing has changed."""
-    repository.run(*before.split())
-    state = repository.state()
+    run(source, *before.split())
+    then = state(source)
 
     with pytest.raises(subprocess.CalledProcessError) as error:
-        repository.run("packaging/release.sh", version, checks)
+        run(source, RELEASE, version, checks)
 
-    assert reason in error.value.output and repository.state() == state
+    assert reason in error.value.output and state(source) == then
