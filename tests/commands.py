@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,16 +191,14 @@ class Terminal:
     def shows(self, text: str) -> str:
         """Wait until a text is to be seen, after the last one; return all between the two."""
         begin = self._seen
-        wait_until(lambda: text in self._read()[begin:], lambda: f"{text!r} in {self.text!r}")
+        self._wait(lambda: text in self.text[begin:], f"no {text!r}")
         self._seen = self.text.index(text, begin) + len(text)
         return self.text[begin : self._seen]
 
-    def _read(self) -> str:
-        """Return all that was to be seen until now."""
+    def _read(self) -> None:
         while self._terminal >= 0 and select.select([self._terminal], [], [], 0)[0]:
             part = os.read(self._terminal, 65536).decode("utf-8", "replace")
             self.text += part.replace("\r\n", "\n")
-        return self.text
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
@@ -216,14 +214,18 @@ class Terminal:
 
     def ended(self) -> int:
         """Return its exit status; the text has all that it has printed."""
-
-        def has_ended() -> bool:
-            self._read()
-            return self._process.exitcode is not None
-
-        wait_until(has_ended, lambda: f"its end after {self.text!r}")
+        self._wait(lambda: self._process.exitcode is not None, "no end")
         self._read()
         return self._process.exitcode or 0
+
+    def _wait(self, condition: Callable[[], object], what: str) -> None:
+        """Read what is to be seen until a condition is true."""
+
+        def is_so() -> object:
+            self._read()
+            return condition()
+
+        wait_until(is_so, lambda: f"{what} after {self.text!r}", PATIENCE)
 
 
 def _be_on_terminal(terminal: str, *given: Any) -> None:

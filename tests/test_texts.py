@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -151,7 +152,7 @@ def sections() -> dict[str, tuple[str, set[str]]]:
     chips = [chip(1, "n300", firmware="19.4"), chip(2, "p300c", serial="S", firmware="19.4")]
     label = r"(?m)^tenstorrent\.com/(?:[np]300(?=\.))?([^=]+)="
     labels = {*re.findall(label, ttdp.labels_file(decide(chips)))}
-    more = {"status": "", "rejected": None, "knows_pods": True, "booted_at": 0.0}
+    more: dict[str, Any] = {"status": "", "rejected": None, "knows_pods": True, "booted_at": 0.0}
     row = ttdp.view_of_node(decide(chips), {}, (), **more)["chips"][0]
 
     return {
