@@ -16,9 +16,7 @@ import pytest
 
 from tests.world.processes import ROOT
 
-CONFIG = "/etc/tt-device-plugin/config.toml"
-FIRST = "/usr/share/tt-device-plugin/config-at-first.toml"
-COMMANDS = ("env", "grep", "install", "sh", "xargs")  # of packages that are always installed
+COMMANDS = ("env", "grep", "sh", "xargs")  # of packages that are always installed
 BAD = 'log_level = "loud"\n'
 REASON = "log_level: 'loud' is not valid; must be debug, info, warning or error"
 WAY_OUT = "Correct the configuration; then run: dpkg --configure -a"
@@ -30,8 +28,6 @@ class System:
     def __init__(self, top: Path) -> None:
         self.top = top
         self.config = top / "config.toml"
-        self.first = top / "first"
-        self.first.write_text("# nothing is set\n")
         (top / "bin").mkdir()
         for name in COMMANDS:
             (top / "bin" / name).symlink_to(str(shutil.which(name)))
@@ -56,7 +52,7 @@ class System:
         """
         text, debhelper, _ = (ROOT / "packaging/deb/postinst").read_text().partition("#DEBHELPER#")
         assert debhelper
-        text = text.replace(CONFIG, str(self.config)).replace(FIRST, str(self.first))
+        text = text.replace("/etc/tt-device-plugin/config.toml", str(self.config))
         environ = {**variables, "PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
             ["sh", "-c", text, "postinst", *arguments], env=environ,
@@ -68,19 +64,6 @@ class System:
 @pytest.fixture
 def system(tmp_path: Path) -> System:
     return System(tmp_path)
-
-
-def test_only_a_first_installation_creates_the_configuration(system: System) -> None:
-    """An administrator who has removed it wants the defaults; what is there is kept."""
-    assert system.run("configure", "0.2.0") == (0, "")
-    assert not system.config.exists()
-
-    assert system.run("configure", "") == (0, "")
-    assert system.config.read_text() == system.first.read_text()
-
-    system.config.write_text("unit = 'board'\n")
-    assert system.run("configure", "") == (0, "")
-    assert system.config.read_text() == "unit = 'board'\n"
 
 
 def test_the_variables_of_the_service_count(system: System) -> None:

@@ -155,21 +155,6 @@ def test_a_python_that_is_not_supported(zipapp: Zipapp) -> None:
     assert f"supports cpython-38-abacus to cpython-39-abacus, not this Python ({ABI});" in line
 
 
-def test_only_the_journal_gets_priorities(zipapp: Zipapp, tmp_path: Path) -> None:
-    """A line begins with its priority exactly if stderr is the journal."""
-    with (tmp_path / "journal").open("w+") as journal:
-        found = os.fstat(journal.fileno())
-        for inode in (found.st_ino, found.st_ino + 1):
-            stream = f"{found.st_dev}:{inode}"
-            environ = {**zipapp.environment, "SHIV_ROOT": "/dev/null", "JOURNAL_STREAM": stream}
-            subprocess.run(zipapp.command, env=environ, stderr=journal)
-        journal.seek(0)
-        first, second = journal.readlines()
-
-    assert first.startswith("<3>cannot extract the program to /dev/null: ")
-    assert second.startswith("tt-device-plugin: cannot extract the program to /dev/null: ")
-
-
 MOUNTS = {
     "No space left on device": "mount -t tmpfs -o size=4k tmpfs $0",
     "mounted noexec": "mount --bind $0 $0 && mount -o remount,bind,noexec $0",
