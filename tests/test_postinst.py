@@ -46,12 +46,12 @@ class System:
         path.chmod(0o755)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """Run postinst up to debhelper's part, which restarts the service, with these variables.
+        """Run postinst with these variables; return its status and what it prints.
 
-        Returns its status and what it prints.
+        In place of debhelper's part, which restarts the service, it says so, and ends.
         """
-        text, debhelper, _ = (ROOT / "packaging/deb/postinst").read_text().partition("#DEBHELPER#")
-        assert debhelper
+        text = (ROOT / "packaging/deb/postinst").read_text()
+        text = text.replace("#DEBHELPER#", "echo restarted; exit")
         text = text.replace("/etc/tt-device-plugin/config.toml", str(self.config))
         environ = {**variables, "PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
@@ -69,7 +69,7 @@ def system(tmp_path: Path) -> System:
 def test_the_variables_of_the_service_count(system: System) -> None:
     """Not the administrator's, for commands typed by hand. A drop-in can name another file."""
     system.config.write_text("unit = 'board'\n")
-    assert system.run("configure", "0.2.0", TTDP_UNIT="bord") == (0, "")
+    assert system.run("configure", "0.2.0", TTDP_UNIT="bord") == (0, "restarted")
 
     other = system.top / "the other.toml"
     for variables, expected in (
@@ -83,7 +83,10 @@ def test_the_variables_of_the_service_count(system: System) -> None:
             service.kill()
 
         assert status == expected
-        assert not status or (f"{other}: {REASON}" in said and said.endswith(WAY_OUT))
+        if status:
+            assert f"{other}: {REASON}" in said and said.endswith(WAY_OUT)
+        else:
+            assert said == "restarted"
 
 
 def test_after_a_failed_upgrade_nothing_is_done(system: System) -> None:
