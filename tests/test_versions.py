@@ -79,14 +79,6 @@ def test_versions_only_rise(source: Path) -> None:
         subprocess.check_call(["dpkg", "--compare-versions", old, "lt", new])
 
 
-def test_a_source_that_is_no_clone_has_no_version(source: Path) -> None:
-    """Nor is that of a clone around it taken."""
-    inner = source / "inner/packaging"
-    inner.mkdir(parents=True)
-    shutil.copy(ROOT / VERSION, inner)
-    assert run(inner, "./version.sh") == "0~source"
-
-
 def test_a_release(source: Path) -> None:
     """One command checks a worktree, whose commit has the date in CHANGELOG.md, and tags it."""
     checks = "! grep unreleased CHANGELOG.md && touch untracked && test $CI = true"
@@ -104,10 +96,8 @@ def test_a_release(source: Path) -> None:
     ("before", "version", "checks", "reason"),
     [
         ("true", "0.2.0", "false", "false failed; nothing was changed"),
-        ("true", "0.2", "true", "must be three numbers"),
         ("true", "0.1.0", "true", "with a list of changes"),
         ("git tag v0.10.0", "0.2.0", "true", "v0.10.0 is already released"),
-        ("git checkout -qb other", "0.2.0", "true", "not main"),
         ("touch new", "0.2.0", "true", "uncommitted changes"),
     ],
 )
