@@ -1,17 +1,14 @@
-"""The command line: commands, options and their help, errors, log lines."""
+"""The command line: commands, options and their help, errors."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 import ttdp
 from tests.commands import forked
-from tests.world.processes import environment, finished
+from tests.world.processes import environment
 
 
 @pytest.mark.parametrize("name", ttdp.COMMANDS)
@@ -57,34 +54,3 @@ def test_a_bad_value_ends_the_daemon_with_a_status_of_its_own() -> None:
         (line,) = ended.err.splitlines()
         assert line.endswith("'boards' is not valid; must be chip or board")
         assert (ended.status, ended.out) == (78, "")
-
-
-TALK = """
-import logging, os, ttdp
-ttdp.set_up_logging(os.environ, has_timestamps=True)
-ttdp.log.setLevel("DEBUG")
-for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
-    ttdp.log.log(level, "said")
-with ttdp.log_and_continue("a test"):
-    raise RuntimeError("first line\\nsecond line")
-"""
-
-
-@pytest.mark.parametrize("is_journal", [True, False])
-def test_only_lines_for_the_journal_have_a_priority(tmp_path: Path, is_journal: bool) -> None:
-    """Each line of a traceback, too. Others have a time; a redirected stderr is no journal."""
-    file = tmp_path / "err"
-    with file.open("w") as stderr:
-        status = os.fstat(stderr.fileno())
-        inode = status.st_ino if is_journal else status.st_ino + 1
-        variables = {"JOURNAL_STREAM": f"{status.st_dev}:{inode}"}
-        finished([sys.executable, "-c", TALK], variables, stderr=stderr)
-    said, traceback = file.read_text().splitlines()[:4], file.read_text().splitlines()[4:]
-
-    assert "a test" in traceback[0] and len(traceback) > 4
-    if is_journal:
-        assert said == ["<7>said", "<6>said", "<4>said", "<3>said"]
-        assert all(line.startswith("<3>") for line in traceback)
-    else:
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} DEBUG +said", said[0])
-        assert not any(line.startswith("<") for line in said + traceback)
