@@ -24,8 +24,18 @@ demo: $(DEMO)  ## show the main job, without hardware or cluster
 test: $(VENV)/ready  ## run all tests that need no root: about two minutes
 	@$(PYTEST) --numprocesses 3 --dist loadfile
 
-test-pythons: $(VENV)/ready dist/tt-device-plugin.pyz
-	@$(PY) -m tests.pythons $(PYTHONS)
+# All tests, and the zipapp, with each Python of this machine; or PYTHONS='3.10 3.12'.
+test-pythons: dist/tt-device-plugin.pyz
+	@for version in $(or $(PYTHONS),$(ABIS:cp3%=3.%)); do \
+		bin=$$(ls -d ~/.pyenv/versions/$$version.*/bin 2>/dev/null | tail -n 1); \
+		python=$$(PATH="$$bin:$$PATH" python$$version -c 'import sys; print(sys.executable)' \
+			2>/dev/null) || { echo "NOT RUN: Python $$version is not on this machine"; continue; }; \
+		echo "Python $$version"; \
+		venv=build/python-$$version; \
+		$(MAKE) --no-print-directory test PYTHON="$$python" VENV=$$venv || exit; \
+		$$venv/bin/python -I -S $< --version || exit; \
+		$$venv/bin/python -m tests.demo --pyz $< >$$venv/demo || { cat $$venv/demo; exit 1; }; \
+	done
 
 e2e: e2e-systemd e2e-pythons e2e-kubelet e2e-cgroup2  ## as root: test on real systems
 

@@ -5,6 +5,7 @@ MACHINE := $(shell dpkg --print-architecture 2>/dev/null \
 	|| uname -m | sed -e 's/x86_64/amd64/' -e 's/aarch64/arm64/')
 ARCHES ?= $(MACHINE)
 ALL_ARCHES := amd64 arm64
+ABIS := $(shell sed -n '/^abis = /{s/^abis = //; s/[],"[]//g; p}' shiv.toml)
 PACKAGE_VERSION := $(shell packaging/version.sh)
 # The time of all files in the packages: that of the commit, or without git that of the sources.
 COMMITTED := $(shell git -c 'safe.directory=*' log -1 --format=%ct 2>/dev/null)

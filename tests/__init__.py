@@ -10,7 +10,7 @@ Run them:
 
 Layout, by chapter of ttdp.py:
 
-    CONFIGURATION                     test_config, test_golden
+    CONFIGURATION                     test_config, golden/config
     INVENTORY                         test_inventory
     HEALTH                            test_health: what is read; test_chips: the rules
     CHIPS                             test_chips: over time; test_resources: their places
@@ -28,42 +28,28 @@ Layout, by chapter of ttdp.py:
     REQUESTS                          test_requests, test_container_starts
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
-    COMMAND LINE                      test_golden, test_cli, test_list, test_check, test_fix
-    packaging/, README, man page      test_start, test_versions, test_texts, test_manual
+    COMMAND LINE                      test_golden, test_cli, test_list, test_fix
+    packaging/, README, man page      test_start, test_versions, test_texts
     the package's files, make         test_postinst, test_sbom, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
 
 Where a new test goes: to the chapter that it is about, into the nearest world in which its promise
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
-simulated node (the example below), what a command prints by a case of golden.py; what only a real
-kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have it only if
-they find other faults, as these:
-
-    who has a chip      test_holds: what is read, and for how long it counts; test_holds_explored:
-                        any order of events, in one book of holds; test_ownership and
-                        test_container_starts: that calls and loop obey the book; e2e: that
-                        kubelets are like ours
-    directories         test_holds_explored: which one an answer names; test_directories: that it
-                        is there
-
-The exploration has no other plugins, no locks and no reload of `hugepages`, and takes the directory
-of two pods with one ID as it is. On a failure it prints the story, move by move; its seed makes it
-again.
+simulated node (the example below), what a command prints by a text in golden (test_golden); what
+only a real kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have
+it only if they find other faults: who has a chip is one rule each in test_holds, any order of
+events in test_holds_explored, calls and loop in test_ownership, a real kubelet's doing in e2e.
 
 Helpers:
 
     chips.py           chips, holds and decisions, for pure functions
     commands.py        the program as a process, and all that it prints
-    golden.py          cases of what is printed, as texts in golden/; --update-golden writes them
     documents.py       README and its like: their examples, which tests run
     conftest.py        fixtures: a simulated node, a reference kubelet, the daemon in this process
-    world/node.py      sysfs, /dev and /proc of a machine with cards
-    world/chip.py      what a chip of it shows and does: it comes, goes, fails and blocks
+    world/node.py      sysfs, /dev and /proc of a machine with cards; chip.py: one chip of it
     world/controls.py  what an operator does to it: writes to sysfs, modprobe, tt-smi
+    world/service.py   a stand-in for the daemon, which answers commands with its view
     world/kubelet.py   the reference kubelet, as strict as all versions together
-    world/reference.py plugins that are not ours
-    world/watched.py   a node's chips as the program knows them, with a clock
-    world/book.py      a book of holds, with a checkpoint, cgroups and a clock
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/conftest.py    the map of e2e: nodes with a real kubelet, booted Debians, guests
     bench.py           costs and leaks; demo.py: what make demo shows

@@ -15,23 +15,22 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ttdp
 from tests.world import simulation
 from tests.world.controls import Controls
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import PATIENCE, environment
+from tests.world.processes import PATIENCE, environment, wait_until
 from tests.world.service import Service
 from tests.world.simulation import RunningDaemon, StartDaemon
 
 # Constants of the program under test. On a busy machine, chips and services that answer at once can
-# seem not to: a process that does not run counts the time, too. Tests of what does not answer have
-# other constants.
+# seem not to. Tests of what does not answer have other constants.
 UNHURRIED = dict.fromkeys(("READ_TIMEOUT", "VIEW_TIMEOUT"), PATIENCE)
 
 # Its children are the program within milliseconds: importing gRPC takes most of what it does.
@@ -39,19 +38,12 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.commands"])
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """What one run of the program gave."""
 
     status: int
     out: str
     err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The objects of `list --json`."""
-        rows: list[dict[str, Any]] = json.loads(self.out)
-        return rows
 
 
 @dataclass
@@ -63,25 +55,19 @@ class Host:
     environ: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)  # of the program: beside UNHURRIED
 
-    def configure(self, text: str) -> Path:
-        """Return a configuration file with this text."""
-        file = self.root / "config.toml"
-        file.write_text(text)
-        return file
-
-    def _given(self, environ: Mapping[str, str]) -> dict[str, str]:
-        return environment() | {"RUNTIME_DIRECTORY": str(self.root)} | self.environ | {**environ}
-
     def run(self, *words: str, **environ: str) -> Answer:
         """Run the program to its end, in a process that has imported it already."""
         return forked(words, self._given(environ), **self.constants)
 
-    def terminal(self, *words: str, **environ: str) -> Terminal:
-        """Return the program on a terminal, for `with`."""
-        return Terminal(words, self._given(environ), {**UNHURRIED, **self.constants})
+    async def ask(self, *words: str) -> Answer:
+        return await asyncio.to_thread(self.run, *words)
 
-    async def ask(self, *words: str, **environ: str) -> Answer:
-        return await asyncio.to_thread(self.run, *words, **environ)
+    def terminal(self, *words: str) -> Terminal:
+        """Return the program on a terminal, for `with`."""
+        return Terminal(words, self._given({}), {**UNHURRIED, **self.constants})
+
+    def _given(self, environ: Mapping[str, str]) -> dict[str, str]:
+        return environment() | {"RUNTIME_DIRECTORY": str(self.root)} | self.environ | {**environ}
 
 
 @dataclass(kw_only=True)
@@ -90,7 +76,14 @@ class Served(Host):
 
     kubelet: Kubelet
     start: StartDaemon
-    daemon: RunningDaemon = field(init=False)
+
+    async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
+        """Start the daemon, and wait until it is ready and has registered this resource."""
+        daemon = await self.start(runtime_dir=str(self.root), **settings)
+        await daemon.ready()
+        if resource:
+            await self.kubelet.registered(resource)
+        return daemon
 
     async def view(self) -> dict[str, Any]:
         """Return what the daemon answers on its status socket."""
@@ -102,14 +95,6 @@ class Served(Host):
 
         view: dict[str, Any] = await asyncio.to_thread(read)
         return view
-
-    async def serve(self, resource: str = "", **settings: Any) -> RunningDaemon:
-        """Start the daemon, and wait until it is ready and has registered this resource."""
-        self.daemon = await self.start(runtime_dir=str(self.root), **settings)
-        await self.daemon.ready()
-        if resource:
-            await self.kubelet.registered(resource)
-        return self.daemon
 
 
 @dataclass(kw_only=True)
@@ -124,12 +109,11 @@ class Commanded(Host):
         namespace, _, name = pod.rpartition("/")
         user = {"namespace": namespace, "pod": name, "container": "main"}
         for bdf in addresses:
-            self.service.pods.setdefault(bdf, [])
-            self.service.pods[bdf] = [*(self.service.pods[bdf] or []), user]
+            self.service.pods[bdf] = [*(self.service.pods.get(bdf) or []), user]
 
-    def open(self, bdf: str, pid: int, command: str, of_pod: bool = False) -> None:
-        """Let a process open a chip's device file."""
-        row = {"pid": pid, "command": command, "of_pod": of_pod}
+    def open(self, bdf: str, pid: int, command: str) -> None:
+        """Let a process of the host open a chip's device file."""
+        row = {"pid": pid, "command": command, "of_pod": False}
         self.service.processes[bdf] = [*(self.service.processes.get(bdf) or []), row]
 
 
@@ -148,10 +132,7 @@ def commanded(root: Path, tree: Path | None = None, **node: Any) -> Iterator[Com
 
 
 def forked(words: Sequence[str], environ: Mapping[str, str], **constants: Any) -> Answer:
-    """Run the program to its end, in a process that has imported it already.
-
-    constants: of the program, beside UNHURRIED.
-    """
+    """Do what Host.run() does; constants: of the program, beside UNHURRIED."""
     with tempfile.TemporaryDirectory() as home:
         outputs = [f"{home}/{name}" for name in "oe"]
         arguments = (words, environ, {**UNHURRIED, **constants}, *outputs)
@@ -189,13 +170,12 @@ def _be_the_program(
 class Terminal:
     """The program on a terminal of its own; it ends with the context."""
 
-    def __init__(
-        self, words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, words: Sequence[str], *given: Mapping[str, Any]) -> None:
+        """Args: given: environment and constants."""
         self.text = ""  # all that was to be seen so far
         self._seen = 0  # the end of what a test has waited for
         self._terminal, self._end = pty.openpty()
-        arguments = (os.ttyname(self._end), words, environ, constants)
+        arguments = (os.ttyname(self._end), words, *given)
         self._process = _forks.Process(target=_be_on_terminal, args=arguments, daemon=True)
 
     def __enter__(self) -> Terminal:
@@ -208,20 +188,17 @@ class Terminal:
             self._process.kill()
         os.close(self._end)
 
-    def _read(self, seconds: float) -> None:
-        """Add what is to be seen to the text, or wait so long for it."""
-        if self._terminal >= 0 and select.select([self._terminal], [], [], seconds)[0]:
-            part = os.read(self._terminal, 65536).decode("utf-8", "replace")
-            self.text += part.replace("\r\n", "\n")
-
     def shows(self, text: str) -> str:
         """Wait until a text is to be seen, after the last one; return all between the two."""
-        begin, deadline = self._seen, time.monotonic() + PATIENCE
-        while text not in self.text[begin:]:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.text[begin:]!r}"
-            self._read(0.1)
+        begin = self._seen
+        self._wait(lambda: text in self.text[begin:], f"no {text!r}")
         self._seen = self.text.index(text, begin) + len(text)
         return self.text[begin : self._seen]
+
+    def _read(self) -> None:
+        while self._terminal >= 0 and select.select([self._terminal], [], [], 0)[0]:
+            part = os.read(self._terminal, 65536).decode("utf-8", "replace")
+            self.text += part.replace("\r\n", "\n")
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
@@ -237,22 +214,25 @@ class Terminal:
 
     def ended(self) -> int:
         """Return its exit status; the text has all that it has printed."""
-        deadline = time.monotonic() + PATIENCE
-        while self._process.exitcode is None:
-            assert time.monotonic() < deadline, f"it does not end: {self.text!r}"
-            self._read(0.02)
-            self._process.join(0)
-        self._read(0)
-        return self._process.exitcode
+        self._wait(lambda: self._process.exitcode is not None, "no end")
+        self._read()
+        return self._process.exitcode or 0
+
+    def _wait(self, condition: Callable[[], object], what: str) -> None:
+        """Read what is to be seen until a condition is true."""
+
+        def is_so() -> object:
+            self._read()
+            return condition()
+
+        wait_until(is_so, lambda: f"{what} after {self.text!r}", PATIENCE)
 
 
-def _be_on_terminal(
-    terminal: str, words: Sequence[str], environ: Mapping[str, str], constants: Mapping[str, Any]
-) -> None:
+def _be_on_terminal(terminal: str, *given: Any) -> None:
     os.setsid()  # the first terminal that it opens from now on is its own
     descriptor = os.open(terminal, os.O_RDWR)
     os.dup2(descriptor, 0)
     os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
-    _be_the_program(words, environ, constants, terminal, terminal)
+    _be_the_program(*given, terminal, terminal)

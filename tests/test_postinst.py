@@ -1,38 +1,43 @@
-"""The package's postinst, which ends if the new version rejects the present configuration.
+"""The package's postinst: a configuration that the new version rejects ends it, before a restart.
 
-And its postrm, which removes what the service has written for others.
+tests/e2e/test_package.py shows what dpkg makes of it, and what is removed with the package.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.world.processes import ROOT
 
-POSTINST = (ROOT / "packaging/deb/postinst").read_text()
-CONFIG = "/etc/tt-device-plugin/config.toml"
-FIRST = "/usr/share/tt-device-plugin/config-at-first.toml"
-COMMANDS = ("env", "grep", "install", "sh", "xargs")  # of packages that are always installed
+COMMANDS = ("env", "grep", "sh", "xargs")  # of packages that are always installed
 BAD = 'log_level = "loud"\n'
 REASON = "log_level: 'loud' is not valid; must be debug, info, warning or error"
+WAY_OUT = "Correct the configuration; then run: dpkg --configure -a"
 
 
 class System:
-    """Directories in place of /etc, /usr/share and PATH."""
+    """Directories in place of /etc, /usr/share and PATH; the program is that of this checkout."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
-        self.config = top / "etc/config.toml"
+        self.config = top / "config.toml"
+        (top / "bin").mkdir()
+        for name in COMMANDS:
+            (top / "bin" / name).symlink_to(str(shutil.which(name)))
+
+        code = f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(self.config)!r}; "
+        program = shlex.join([sys.executable, "-c", f"{code} sys.exit(ttdp.main())"])
+        # `--version` is there to extract the zipapp, which this program is not packed in.
+        program = f'[ "$1" = --version ] || PYTHONPATH={ROOT} exec {program} "$@"'
+        self.command("tt-device-plugin", program)
+        self.command("systemctl", "echo 0")
 
     def command(self, name: str, script: str) -> None:
         """Make a command that postinst finds."""
@@ -41,139 +46,54 @@ class System:
         path.chmod(0o755)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """Run postinst up to debhelper's part, which restarts the service.
+        """Run postinst with these variables; return its status and what it prints.
 
-        Returns its status and what it prints. variables: of the administrator.
+        In place of debhelper's part, which restarts the service, it says so, and ends.
         """
-        text, debhelper, _ = POSTINST.partition("#DEBHELPER#")
-        assert debhelper
-        text = text.replace(CONFIG, str(self.config)).replace(FIRST, str(self.top / "first"))
-        script = self.top / "postinst"
-        script.write_text(text)
-
+        text = (ROOT / "packaging/deb/postinst").read_text()
+        text = text.replace("#DEBHELPER#", "echo restarted; exit")
+        text = text.replace("/etc/tt-device-plugin/config.toml", str(self.config))
+        environ = {**variables, "PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"}
         done = subprocess.run(
-            [self.top / "bin/sh", script, *arguments],
-            env={**variables, "PATH": str(self.top / "bin"), "LC_ALL": "C.UTF-8"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-        )
+            ["sh", "-c", text, "postinst", *arguments], env=environ,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
         return done.returncode, done.stdout.strip()
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> System:
-    """A system with the program of this checkout, and without the service."""
-    system = System(tmp_path)
-    for directory in ("bin", "etc"):
-        (tmp_path / directory).mkdir()
-    for name in COMMANDS:
-        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
-    (tmp_path / "first").write_text("# nothing is set\n")
-
-    code = f"import sys, ttdp; ttdp.DEFAULT_CONFIG_FILE = {str(system.config)!r}; "
-    code += "sys.exit(ttdp.main())"
-    program = shlex.join([sys.executable, "-c", code])
-    # `--version` is there to extract the zipapp, which this program is not packed in.
-    program = f'[ "$1" = --version ] || PYTHONPATH={ROOT} exec {program} "$@"'
-    system.command("tt-device-plugin", program)
-    system.command("systemctl", "echo 0")
-    return system
-
-
-@contextmanager
-def service(system: System, **variables: str) -> Iterator[None]:
-    """The service runs with these variables."""
-    with subprocess.Popen(["sleep", "infinity"], env={**os.environ, **variables}) as process:
-        system.command("systemctl", f"echo {process.pid}")
-        yield
-        process.kill()
-
-
-def test_a_configuration_that_would_not_start_ends_it(system: System) -> None:
-    """With the reason and the way out, and before the service is restarted.
-
-    But not after a failed upgrade: dpkg calls the postinst of the version that stays.
-    """
-    system.config.write_text(BAD)
-
-    status, said = system.run("configure", "0.2.0")
-
-    assert status == 1
-    assert f"{system.config}: {REASON}" in said
-    assert said.endswith("Correct the configuration; then run: dpkg --configure -a")
-
-    system.command("tt-device-plugin", "echo called")
-    assert system.run("abort-upgrade", "0.3.0") == (0, "")
-
-
-def test_only_a_first_installation_creates_the_configuration(system: System) -> None:
-    """An administrator who has removed it wants the defaults; what is there is kept."""
-    assert system.run("configure", "0.2.0") == (0, "")
-    assert not system.config.exists()
-
-    assert system.run("configure", "") == (0, "")
-    assert system.config.read_text() == (system.top / "first").read_text()
-
-    system.config.write_text("unit = 'board'\n")
-    assert system.run("configure", "") == (0, "")
-    assert system.config.read_text() == "unit = 'board'\n"
+    return System(tmp_path)
 
 
 def test_the_variables_of_the_service_count(system: System) -> None:
-    """A drop-in can name another file, also with spaces in its name.
+    """Not the administrator's, for commands typed by hand. A drop-in can name another file."""
+    system.config.write_text("unit = 'board'\n")
+    assert system.run("configure", "0.2.0", TTDP_UNIT="bord") == (0, "restarted")
 
-    An unknown variable is not a reason to end.
-    """
     other = system.top / "the other.toml"
-    other.write_text(BAD)
-    with service(system, TTDP_CONFIG_FILE=str(other)):
-        status, said = system.run("configure", "0.2.0")
-    assert status == 1 and f"{other}: {REASON}" in said
+    for variables, expected in (
+        ({"TTDP_CONFIG_FILE": str(other)}, 1),
+        ({"TTDP_UNIT": "board", "TTDP_UNTI": "board"}, 0),  # an unknown one is only a warning
+    ):
+        other.write_text(BAD)
+        with subprocess.Popen(["sleep", "infinity"], env={**os.environ, **variables}) as service:
+            system.command("systemctl", f"echo {service.pid}")
+            status, said = system.run("configure", "0.2.0")
+            service.kill()
 
-    with service(system, TTDP_UNIT="board", TTDP_UNTI="board"):
-        assert system.run("configure", "0.2.0") == (0, "")
+        assert status == expected
+        if status:
+            assert f"{other}: {REASON}" in said and said.endswith(WAY_OUT)
+        else:
+            assert said == "restarted"
 
 
-def test_the_variables_of_the_administrator_do_not_count(system: System) -> None:
-    """They are for a command typed by hand, and could hide what the service rejects."""
-    other = system.top / "for-a-test.toml"
-    other.write_text("unit = 'board'\n")
+def test_after_a_failed_upgrade_nothing_is_done(system: System) -> None:
+    """dpkg calls the postinst of the version that stays, with whatever configuration."""
     system.config.write_text(BAD)
-    status, said = system.run("configure", "0.2.0", TTDP_CONFIG_FILE=str(other))
+    status, said = system.run("configure", "0.2.0")
     assert status == 1 and f"{system.config}: {REASON}" in said
 
-    system.config.write_text("unit = 'board'\n")
-    assert system.run("configure", "0.2.0", TTDP_UNIT="bord") == (0, "")
-
-
-def test_files_for_others_are_removed_with_the_package(tmp_path: Path) -> None:
-    """As CDI and node labels would else describe devices that nobody serves any more."""
-    files = [
-        tmp_path / "run/cdi/tenstorrent.com-device.json",
-        tmp_path / "etc/kubernetes/node-feature-discovery/features.d/tt-device-plugin",
-        tmp_path / "var/lib/prometheus/node-exporter/tt-device-plugin.prom",
-    ]
-    for file in files:
-        file.parent.mkdir(parents=True)
-        file.touch()
-        file.with_name(f".{file.name}.new").touch()
-    foreign = files[0].with_name("foreign")
-    foreign.touch()
-
-    text, debhelper, _ = (ROOT / "packaging/deb/postrm").read_text().partition("#DEBHELPER#")
-    assert debhelper
-    script = tmp_path / "postrm"
-    script.write_text(re.sub(" (?=/(run|var|etc)/)", f" {tmp_path}", text))
-    subprocess.run(["sh", script, "remove"], timeout=60, check=True)
-
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {*left} == {foreign, script}
-
-
-@pytest.mark.skipif(not shutil.which("dash"), reason="NOT RUN: dash is not installed")
-@pytest.mark.parametrize("script", ["postinst", "postrm"])
-def test_the_scripts_are_posix(script: str) -> None:
-    """Debian's /bin/sh is dash, which has nothing more."""
-    assert not subprocess.run(["dash", "-n", ROOT / "packaging/deb" / script]).returncode
+    system.command("tt-device-plugin", "echo called")
+    assert system.run("abort-upgrade", "0.3.0") == (0, "")
