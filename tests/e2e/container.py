@@ -11,7 +11,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,9 +32,6 @@ ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
-
-
-# -- what a run needs ------------------------------------------------------------------------------
 
 
 class Missing(Exception):
@@ -77,18 +75,21 @@ def require_root(**tools: str) -> None:
 
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """Return a tarball of a minimal system, from the cache or made; raises Missing."""
-    # A mirror can be older than the time for which its indexes are valid.
-    arguments = ["--variant=minbase", f"--include={packages}"]
-    arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
+    arguments = ("--variant=minbase", f"--include={packages}", "--format=tar")
 
-    def make(target: Path) -> None:
-        command = ["mmdebstrap", "--quiet", "--format=tar", *arguments, suite, str(target)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
-            raise Missing(f"no root tree of {suite}: {reason}")
-
+    make = partial(debootstrap, suite, arguments=arguments)
     return cached(f"{suite}-{digest(arguments)}.tar", make, lasts=FRESH)
+
+
+def debootstrap(suite: str, target: Path, arguments: Sequence[str]) -> None:
+    """Make a system of a Debian release; raises Missing."""
+    # A mirror can be older than the time for which its indexes are valid. The user of its own, as
+    # which apt downloads, cannot enter a cache in root's home.
+    options = ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"]
+    command = ["mmdebstrap", "--quiet", *options, *arguments, suite, str(target)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        raise Missing(f"no system of {suite}: {made.stderr.strip()[-500:]}")
 
 
 def unpack(tarball: Path, root: Path) -> None:
@@ -193,7 +194,13 @@ class Container:
 
     def wait_up(self) -> None:
         """Wait until all units are started that are wanted at the boot."""
-        wait_until(self._is_up, lambda: f"{self.name} to be up:\n{self._console_end()}\n")
+
+        def is_up() -> bool:
+            assert self._has_begun(), f"systemd has ended:\n{self._console_end()}"
+            state = self("systemctl", "is-system-running", check=False).strip()
+            return state in ("running", "degraded")
+
+        wait_until(is_up, lambda: f"{self.name} to be up:\n{self._console_end()}\n")
 
     def shut_down(self) -> None:
         """Power off in an orderly manner."""
@@ -218,11 +225,6 @@ class Container:
             self.leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             return Path(f"/proc/{self.leader}/comm").read_text() == "systemd\n"
         return False
-
-    def _is_up(self) -> bool:
-        assert self._has_begun(), f"systemd has ended:\n{self._console_end()}"
-        state = self("systemctl", "is-system-running", check=False).strip()
-        return state in ("running", "degraded")
 
     def _console_end(self) -> str:
         return self._console.read_text(errors="replace")[-2000:]
@@ -269,10 +271,10 @@ class Container:
 
     def write(self, path: str, text: str) -> None:
         """Write a file, and make its directory; this works also while it is not booted."""
-        target = self.root / path.lstrip("/")
+        target = self.path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
-    def exists(self, path: str) -> bool:
-        """Return whether its root tree has this path; mounts are not seen, links not followed."""
-        return os.path.lexists(self.root / path.lstrip("/"))
+    def path(self, path: str) -> Path:
+        """Return a path of its root tree as one of this machine, where links of it are wrong."""
+        return self.root / path.lstrip("/")
