@@ -92,7 +92,7 @@ class Host(Container):
         super().__init__(suite, {packages.directory: "/srv/packages"}, tree)
         self.packages = packages
         self.node = SimulatedNode(self.shared / "node")  # at first without cards
-        self.kubelet = Kubelet(self.path(DIRECTORY), host=self.node)
+        self.kubelet = Kubelet(self.path(DIRECTORY), pods_come=LONG_PATIENCE)
         self._ticker = Ticker(self.node)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -129,14 +129,13 @@ class Host(Container):
 
     def files(self) -> set[str]:
         """Return everything in the root tree but what logs and package management keep."""
-        kept = {"apt", "dpkg", "log", "backups", "cache/debconf", "cache/apt", "cache/ldconfig"}
-        kept = {f"./var/lib/{name}" for name in kept} | {f"./var/{name}" for name in kept}
-        kept |= {f"./{name}" for name in ("tmp", "var/tmp", "run", "dev", "proc", "sys")}
+        kept = "/var/lib/apt /var/lib/dpkg /var/log /var/backups /var/cache/apt /var/cache/debconf "
+        kept += "/var/cache/ldconfig /var/tmp /tmp /run /dev /proc /sys"
         found: set[str] = set()
         for place, directories, files in os.walk(self.root):
-            below = f"./{os.path.relpath(place, self.root)}/".replace("/./", "/")
-            directories[:] = [name for name in directories if below + name not in kept]
-            found |= {below + name for name in (*directories, *files)}
+            below = place.removeprefix(str(self.root))
+            directories[:] = [name for name in directories if f"{below}/{name}" not in kept.split()]
+            found |= {f"{below}/{name}" for name in (*directories, *files)}
         return found
 
     def left_behind(self) -> set[str]:

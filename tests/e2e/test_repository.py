@@ -115,7 +115,8 @@ def test_a_forged_repository_is_rejected(
 
     done = node.run("apt-get", "--error-on=any", "update")
 
-    assert done.returncode and "dists/stable/InRelease" in done.stderr, done
+    reason = r"NO_PUBKEY|[Mm]issing key|not signed|No good signature"  # the releases' words
+    assert done.returncode and re.search(reason, done.stderr), done
     assert NEXT not in node("apt-cache", "policy", UNIT)
     shutil.rmtree(node.repository)
     genuine.rename(node.repository)
