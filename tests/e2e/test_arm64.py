@@ -36,20 +36,10 @@ def node(short_tmp: Path) -> SimulatedNode:
     return node
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """The zipapp in the latest arm64 package."""
-    debs = sorted(ROOT.glob("dist/*_arm64.deb"), key=lambda deb: deb.stat().st_mtime)
-    if not debs:
-        pytest.exit("make deb ARCHES=arm64: there is no package to test", returncode=1)
-    subprocess.run(["dpkg-deb", "--extract", str(debs[-1]), str(tmp_path)], check=True)
-    return tmp_path / PYZ.lstrip("/")
-
-
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("suite", SUITES)
 async def test_the_daemon_runs_on_arm64(
-    suite: str, program: Path, node: SimulatedNode, directory: Path, kubelet: Kubelet
+    suite: str, node: SimulatedNode, directory: Path, kubelet: Kubelet
 ) -> None:
     """It is extracted for arm64, serves a pod, sees a chip die, and ends by SIGTERM."""
     with optional():
@@ -57,9 +47,11 @@ async def test_the_daemon_runs_on_arm64(
         make = partial(debootstrap, suite, arguments=TREE)
         tree = cached(f"{suite}-arm64-{digest(TREE)}", make)
     home = directory.parent
+    [deb] = ROOT.glob("dist/*_arm64.deb")  # make deb leaves no former one
+    subprocess.run(["dpkg-deb", "--extract", str(deb), str(home / "package")], check=True)
     [python] = tree.glob("usr/bin/python3.??")
     emulator = [EMULATOR, "-cpu", CPU, "-L", str(tree)]
-    command = [*emulator, str(python), "-I", "-S", str(program)]
+    command = [*emulator, str(python), "-I", "-S", f"{home}/package{PYZ}"]
     variables = environment(SHIV_ROOT=f"{home}/cache", RUNTIME_DIRECTORY=str(home))
     assert "tt-device-plugin " in finished([*command, "--version"], variables).stdout
 

@@ -117,20 +117,15 @@ def _make_root(guest: Guest, kernel: Path, deb: Path, root: Path) -> None:
         shutil.copytree(ROOT / "tests" / name, root / PROJECT / "tests" / name, ignore=ignored)
     shutil.copy(ROOT / "tests/__init__.py", root / PROJECT / "tests")
     service = SERVICE.format(project=PROJECT, script=guest.script, end=END)
-    put_files(root, {"etc/systemd/system/script.service": service, **guest.files})
+    for name, text in {"etc/systemd/system/script.service": service, **guest.files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     in_tree(root, "systemctl", "enable", "script")
 
     shutil.copy(deb, root / DEB)
     in_tree(root, "dpkg", "--install", f"/{DEB}")
     guest.prepare(root)
-
-
-def put_files(root: Path, files: Mapping[str, str]) -> None:
-    """Write files into a root tree, and make the directories that they are in."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def _to_disk(root: Path, image: Path, size: int) -> tuple[list[str], str]:
