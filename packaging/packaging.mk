@@ -123,7 +123,7 @@ reproducible: $(VENV)/pyvenv.cfg
 e2e-systemd e2e-kubelet e2e-pythons e2e-cgroup2 e2e-arm64: $(VENV)/ready
 
 # The tests that boot systems, but need neither kubelets nor containerd.
-SYSTEMD_TESTS := package.py driver.py logind.py repository.py node_problems.py
+SYSTEMD_TESTS := package.py driver.py repository.py
 
 # The package in booted Debian systems.
 e2e-systemd: $(DEB)$(MACHINE).deb
@@ -145,6 +145,6 @@ e2e-pythons: $(DEB)$(MACHINE).deb
 e2e-cgroup2: $(DEB)$(MACHINE).deb
 	@$(PYTEST) -vv tests/e2e/test_cgroup2.py
 
-# The package on arm64, in virtual machines.
+# The arm64 package's program, in an emulated process.
 e2e-arm64: $(DEB)arm64.deb
 	@$(PYTEST) -vv tests/e2e/test_arm64.py

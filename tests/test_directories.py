@@ -240,7 +240,7 @@ async def test_a_containers_own_files_stay_when_it_starts_again(
     await polls(daemon)
     assert former.exists() and names_in(own) == [PAGES]
 
-    kubelet.corrupt(whole)
+    kubelet.file.path.write_bytes(whole)
     await until(lambda: not former.exists())
     await kubelet.start()
     await kubelet.registered(N150)

@@ -52,7 +52,7 @@ def prepare(root: Path) -> None:
 GUEST = vm.Guest(
     script="cgroup2_guest",
     suite="forky",
-    platform=vm.amd64("forky"),
+    kernel="forky",
     packages=f"{vm.PACKAGES},containerd,runc",
     functions=("10.0", "11.0", "12.0", "13.0", "14.0", "15.0"),
     files={

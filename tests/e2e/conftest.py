@@ -14,7 +14,7 @@ need root. What they are made of, from below:
     readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
     container.py   a booted Debian; host.py: with the package
     vm.py          a virtual machine; scripts with steps.py and guestnode.py run in it
-    kubeletconfig.py, remote_kubelet.py    what nodes, guests and containers have in common
+    kubeletconfig.py    what nodes, guests and containers have in common
 """
 
 from __future__ import annotations

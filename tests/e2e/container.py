@@ -11,14 +11,15 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from tests.e2e.builds import FRESH, cached, digest
-from tests.e2e.machine import HUNG, Scratch, remove_cgroups
+from tests.e2e.machine import HUNG, Scratch, kill_processes, remove_cgroups
 from tests.world.processes import LONG_PATIENCE, wait_until
 
 C = TypeVar("C", bound="Container")
@@ -31,9 +32,6 @@ ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
-
-
-# -- what a run needs ------------------------------------------------------------------------------
 
 
 class Missing(Exception):
@@ -72,23 +70,23 @@ def require_root(**tools: str) -> None:
         pytest.exit(str(reason), returncode=1)
 
 
-# -- root trees ------------------------------------------------------------------------------------
-
-
 def root_tree(suite: str, packages: str = PACKAGES) -> Path:
     """Return a tarball of a minimal system, from the cache or made; raises Missing."""
-    # A mirror can be older than the time for which its indexes are valid.
-    arguments = ["--variant=minbase", f"--include={packages}"]
-    arguments += ["--aptopt=Acquire::Check-Valid-Until false"]
+    arguments = ("--variant=minbase", f"--include={packages}", "--format=tar")
 
-    def make(target: Path) -> None:
-        command = ["mmdebstrap", "--quiet", "--format=tar", *arguments, suite, str(target)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            reason = (made.stderr.strip().splitlines() or ["mmdebstrap failed"])[-1]
-            raise Missing(f"no root tree of {suite}: {reason}")
-
+    make = partial(debootstrap, suite, arguments=arguments)
     return cached(f"{suite}-{digest(arguments)}.tar", make, lasts=FRESH)
+
+
+def debootstrap(suite: str, target: Path, arguments: Sequence[str]) -> None:
+    """Make a system of a Debian release; raises Missing."""
+    # A mirror can be older than the time for which its indexes are valid. The user of its own, as
+    # which apt downloads, cannot enter a cache in root's home.
+    options = ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=APT::Sandbox::User root"]
+    command = ["mmdebstrap", "--quiet", *options, *arguments, suite, str(target)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        raise Missing(f"no system of {suite}: {made.stderr.strip()[-500:]}")
 
 
 def unpack(tarball: Path, root: Path) -> None:
@@ -104,9 +102,6 @@ def in_tree(root: Path, *command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
-
-
-# -- containers ------------------------------------------------------------------------------------
 
 
 # Runs systemd-nspawn for the machine $1. It wants the unified hierarchy and a tmpfs, which the host
@@ -168,7 +163,7 @@ class Container:
         self.boot()
 
     def boot(self) -> None:
-        """Start it, and wait until it is up."""
+        """Start it, and wait until all units are started that are wanted at the boot."""
         self.power_on()
         self.wait_up()
 
@@ -179,10 +174,7 @@ class Container:
         options += ["--capability=CAP_BPF,CAP_NET_ADMIN", *self._binds]
         with self._console.open("ab") as console:
             self._nspawn = subprocess.Popen(
-                self.nspawn(*options),
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
+                self.nspawn(*options), stdin=subprocess.DEVNULL, stdout=console, stderr=console
             )
         wait_until(self._has_begun, f"the systemd of {self.name}")
 
@@ -192,58 +184,43 @@ class Container:
         return [*command, self.name, f"--directory={self.root}", *options]
 
     def wait_up(self) -> None:
-        """Wait until all units are started that are wanted at the boot."""
-        wait_until(self._is_up, lambda: f"{self.name} to be up:\n{self._console_end()}\n")
+        def is_up() -> bool:
+            assert self._has_begun(), "systemd has ended"
+            return self("systemctl", "is-system-running", check=False) in (
+                "running\n",
+                "degraded\n",
+            )
+
+        wait_until(is_up, lambda: f"{self.name}:\n{self._console.read_text(errors='replace')}\n")
 
     def shut_down(self) -> None:
         """Power off in an orderly manner."""
         assert self._nspawn
         self("systemctl", "poweroff", check=False)
-        try:
-            self._nspawn.wait(LONG_PATIENCE)
-        finally:
-            self._kill()
+        self._nspawn.wait(LONG_PATIENCE)
+        remove_cgroups(f"/{self.name}")
 
     def delete(self) -> None:
         """End it in whatever state it is, and delete its files."""
-        self._kill()
+        if self._nspawn:
+            kill_processes(f"/{self.name}")
+            self._nspawn.wait()
         self._scratch.remove()
 
     def _has_begun(self) -> bool:
-        assert self._nspawn and self._nspawn.poll() is None, (
-            f"systemd-nspawn has ended:\n{self._console_end()}"
-        )
+        assert self._nspawn and self._nspawn.poll() is None, self._console.read_text()
         pid = self._nspawn.pid
         with contextlib.suppress(OSError, IndexError):
             self.leader = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             return Path(f"/proc/{self.leader}/comm").read_text() == "systemd\n"
         return False
 
-    def _is_up(self) -> bool:
-        assert self._has_begun(), f"systemd has ended:\n{self._console_end()}"
-        state = self("systemctl", "is-system-running", check=False).strip()
-        return state in ("running", "degraded")
-
-    def _console_end(self) -> str:
-        return self._console.read_text(errors="replace")[-2000:]
-
-    def _kill(self) -> None:
-        if self._nspawn:
-            if self._nspawn.poll() is None:
-                self._nspawn.kill()
-                with contextlib.suppress(OSError):
-                    os.kill(self.leader, 9)
-            self._nspawn.wait()
-            self._nspawn = None
-        remove_cgroups(f"/{self.name}")
-
     # What is done in it.
 
     def run(self, *command: str, timeout: float = HUNG) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, which may fail."""
-        entering = ["nsenter", f"--target={self.leader}", "--all", "--"]
         return subprocess.run(
-            [*entering, *command],
+            ["nsenter", f"--target={self.leader}", "--all", "--", *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -269,10 +246,10 @@ class Container:
 
     def write(self, path: str, text: str) -> None:
         """Write a file, and make its directory; this works also while it is not booted."""
-        target = self.root / path.lstrip("/")
+        target = self.path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
-    def exists(self, path: str) -> bool:
-        """Return whether its root tree has this path; mounts are not seen, links not followed."""
-        return os.path.lexists(self.root / path.lstrip("/"))
+    def path(self, path: str) -> Path:
+        """Return a path of its root tree as one of this machine, where links of it are wrong."""
+        return self.root / path.lstrip("/")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import time
 from pathlib import Path
 
 from tests.e2e.steps import JSON, PATIENCE, shell, step, wait_for
@@ -14,7 +13,6 @@ from tests.e2e.steps import JSON, PATIENCE, shell, step, wait_for
 CHIP = "0000:00:11.0"
 FUNCTION = Path("/sys/bus/pci/devices", CHIP)
 BUS = "/sys/bus/pci/drivers/tenstorrent"
-RULES = "/usr/lib/udev/rules.d/60-tt-device-plugin.rules"
 REMOVE_DRIVER = "rmmod tenstorrent; mv /usr/lib/modules/*/tenstorrent.ko /root; depmod -a"
 RETURN_DRIVER = "mv /root/tenstorrent.ko /usr/lib/modules/*/; depmod -a"
 # As dpkg runs it; the argument is the former version, and none at a first installation.
@@ -27,7 +25,6 @@ BREAKS = {
     "kept for another driver": f"""
         echo {CHIP} >{BUS}/unbind
         echo vfio-pci >{FUNCTION}/driver_override
-        echo {CHIP} >{BUS}/bind
     """,
     "off the bus": f"echo 1 >{FUNCTION}/remove",
     "driver unloaded": "rmmod tenstorrent",
@@ -37,45 +34,43 @@ BREAKS = {
 }
 CHANGES = {
     "driver installed": f"{RETURN_DRIVER}; modprobe tenstorrent",
-    "two unbound": f"cd {BUS}; echo 0000:00:10.0 >unbind; echo 0000:00:11.0 >unbind",
-    "bound in the other order": f"cd {BUS}; echo 0000:00:11.0 >bind; echo 0000:00:10.0 >bind",
-    "without the rule": f"""
-        mv {RULES} /root/rules
-        udevadm control --reload
-        udevadm trigger --subsystem-match=tenstorrent
+    "bound in the other order": f"""
+        cd {BUS}
+        for chip in 0000:00:10.0 {CHIP}; do echo $chip >unbind; done
+        for chip in {CHIP} 0000:00:10.0; do echo $chip >bind; done
     """,
-    "upgraded with cards there": f"mv /root/rules {RULES}; {POSTINST} 0; echo status $?",
-    "installed with the driver not loaded": f"rmmod tenstorrent; {POSTINST} ''; echo status $?",
-    "installed with the driver not wanted": f"""
+    "upgraded with cards there": f"""
+        rm /dev/tenstorrent/by-pci/*
+        {POSTINST} 0; echo status $?
+    """,
+    "installed, not loaded": f"rmmod tenstorrent; {POSTINST} ''; echo status $?",
+    "installed, not wanted": f"""
         rmmod tenstorrent
         echo 'blacklist tenstorrent' >/etc/modprobe.d/test.conf
         {POSTINST} ''; echo status $?
         rm /etc/modprobe.d/test.conf
     """,
-    "installed without the driver": f"""
+    "installed, no driver": f"""
         {REMOVE_DRIVER} 2>/dev/null
         {POSTINST} ''; echo status $?
-        systemctl restart systemd-modules-load
-        journalctl --unit=systemd-modules-load --output=cat --no-pager --lines=4
         {RETURN_DRIVER}
     """,
-    "purged": "modprobe tenstorrent; dpkg --purge tt-device-plugin",
+    "purged": "modprobe tenstorrent; dpkg --purge tt-device-plugin; ls /dev/tenstorrent",
 }
 
 
 def devices() -> JSON:
-    """Return what there is when udev is done: chips by number, links, all in /dev/tenstorrent."""
+    """Return what there is when udev is done: chips by number, and links."""
     shell(f"udevadm settle --timeout={PATIENCE:.0f}")
     chips = {}
     for device in glob.glob("/sys/class/tenstorrent/*"):
         number = os.path.basename(device).partition("!")[2]
         chips[os.path.basename(os.path.realpath(f"{device}/device"))] = number
     links = {
-        os.path.basename(link): os.path.relpath(os.path.realpath(link), "/dev/tenstorrent")
+        os.path.basename(link): os.path.basename(os.path.realpath(link))
         for link in glob.glob("/dev/tenstorrent/by-pci/*")
     }
-    left = sorted(os.listdir("/dev/tenstorrent")) if os.path.isdir("/dev/tenstorrent") else None
-    return {"chips": chips, "links": links, "directory": left}
+    return {"chips": chips, "links": links}
 
 
 def is_healthy() -> bool:
@@ -96,12 +91,10 @@ def main() -> None:
 
     for name, script in BREAKS.items():
         with step(name) as found:
-            found["broken"] = shell(script)
+            shell(script)
             wait_for(lambda: not is_healthy(), "the service to see it")
             found["said"] = shell(f"tt-device-plugin fix {CHIP} --yes; echo status $?").splitlines()
             found |= devices()
-            if FUNCTION.exists():
-                found["override"] = (FUNCTION / "driver_override").read_text().strip()
             for device in FUNCTION.glob("tenstorrent/*"):
                 status = os.stat("/dev/tenstorrent/" + device.name.partition("!")[2])
                 found["file"] = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
@@ -110,12 +103,7 @@ def main() -> None:
 
     for name, script in CHANGES.items():
         with step(name) as found:
-            begun = time.time()
             found["said"] = shell(script).splitlines()
-            # Not the kernel's: it complains of an emulated processor that is not run for a while.
-            errors = f"journalctl --priority=err --since=@{begun:.3f} --output=cat --quiet"
-            sources = "_TRANSPORT=journal _TRANSPORT=stdout _TRANSPORT=syslog"
-            found["errors"] = shell(f"{errors} --no-pager {sources}")
             found |= devices()
 
 

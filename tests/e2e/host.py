@@ -1,49 +1,41 @@
-"""One host: a container with the package, simulated cards and the reference kubelet."""
+"""One host: a container with the package and simulated cards; its kubelet runs in this process."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import threading
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from tests.e2e.container import Container
-from tests.e2e.remote_kubelet import RemoteKubelet
+from tests.e2e.container import PACKAGES, Container, in_tree
 from tests.e2e.steps import UNIT
+from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode, Ticker
-from tests.world.processes import ROOT, wait_until
+from tests.world.processes import LONG_PATIENCE, wait_until
 
-RESOURCE = "tenstorrent.com/n300"
-CARDS = ("n300", "n300", "n300", "n300", "p300c")
 PYZ = f"/usr/lib/{UNIT}/{UNIT}.pyz"
-DIRECTORY = "/var/lib/kubelet/device-plugins"
 CONFIG = "/etc/tt-device-plugin/config.toml"
-NEXT = "9.9.9"  # the version of the upgrade
-KUBELET = f"""
-[Unit]
-Description=Reference kubelet
-StartLimitIntervalSec=0
-
-[Service]
-Environment=PYTHONPATH=/srv/project:/srv/shared/python PYTHONDONTWRITEBYTECODE=1
-ExecStart=/bin/sh -c '{RemoteKubelet.script(DIRECTORY, "/srv/shared")}'
-
-[Install]
-WantedBy=multi-user.target
-"""
 CONFIGURATION = """
 root = "/srv/shared/node"
 [health]
 interval = 0.5
 """
+DIRECTORY = "/var/lib/kubelet/device-plugins"
+NEXT = "9.9.9"  # the version of the upgrade
+USER = 1000  # of the host
+# By default, logind deletes a user's files ten seconds after the last session.
+LOGIND = "[Login]\nUserStopDelaySec=0\n"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,6 @@ class Packages:
     directory: Path
     current: str
     following: str
-    modules: Path  # of this machine: the Python packages in the zipapp, for the reference kubelet
 
     @classmethod
     def of(cls, deb: Path, work: Path) -> Packages:
@@ -63,36 +54,26 @@ class Packages:
         shutil.copy2(deb, directory)
         subprocess.run(["dpkg-deb", "--raw-extract", str(deb), str(tree)], check=True)
         zipapp = tree / PYZ.lstrip("/")
-        with zipfile.ZipFile(zipapp) as packed:  # without the program
-            wanted = re.compile(r"site-packages/(?!ttdp\.py|generated/)")
-            packed.extractall(work, [name for name in packed.namelist() if wanted.match(name)])
-
         control = tree / "DEBIAN/control"
         control.write_text(re.sub("(?m)^Version: .*", f"Version: {NEXT}", control.read_text()))
-        _become_next(zipapp)
+        # Of files of one name in a zipapp the last one counts.
+        with zipfile.ZipFile(zipapp, "a") as packed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = packed.read("site-packages/ttdp.py").decode()
+            program = re.sub("(?m)^__version__ = .*", f'__version__ = "{NEXT}"', program)
+            packed.writestr("site-packages/ttdp.py", program)
+            environment = json.loads(packed.read("environment.json")) | {"build_id": NEXT}
+            packed.writestr("environment.json", json.dumps(environment))
+
         following = directory / f"{UNIT}_{NEXT}_{deb.stem.rpartition('_')[2]}.deb"
         pack = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", str(tree), str(following)]
         subprocess.run(pack, check=True, stdout=subprocess.DEVNULL)
-
-        current, other = (f"/srv/packages/{path.name}" for path in (deb, following))
-        return cls(directory, current, other, work / "site-packages")
-
-
-def _become_next(zipapp: Path) -> None:
-    """Give a zipapp the next version, as another build; of files of one name the last counts."""
-    with zipfile.ZipFile(zipapp, "a") as packed, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = packed.read("site-packages/ttdp.py").decode()
-        other = re.sub("(?m)^__version__ = .*", f'__version__ = "{NEXT}"', program)
-        packed.writestr("site-packages/ttdp.py", other)
-        environment = json.loads(packed.read("environment.json")) | {"build_id": NEXT}
-        packed.writestr("environment.json", json.dumps(environment))
+        return cls(directory, *(f"/srv/packages/{path.name}" for path in (deb, following)))
 
 
 class Line(NamedTuple):
-    """A line of the daemon in the journal; `at`: seconds of CLOCK_MONOTONIC, when it came there."""
+    """A line of the daemon in the journal."""
 
-    at: float
     priority: int
     text: str
 
@@ -101,57 +82,40 @@ class Host(Container):
     """The container, as tests use it. Times are seconds of CLOCK_MONOTONIC, the host's clock."""
 
     def __init__(self, suite: str, packages: Packages) -> None:
-        super().__init__(suite, {ROOT: "/srv/project", packages.directory: "/srv/packages"})
+        tree = f"{PACKAGES},libpam-systemd,passwd"
+        super().__init__(suite, {packages.directory: "/srv/packages"}, tree)
         self.packages = packages
         self.node = SimulatedNode(self.shared / "node")  # at first without cards
-        self.kubelet = RemoteKubelet(self.shared)
+        self.kubelet = Kubelet(self.path(DIRECTORY), pods_come=LONG_PATIENCE)
         self._ticker = Ticker(self.node)
-
-    # Its life.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def start(self) -> None:
         self._ticker.__enter__()
-        shutil.copytree(self.packages.modules, self.shared / "python")
-        self.write("/etc/systemd/system/kubelet.service", KUBELET)
+        self._thread.start()
+        self.write("/etc/systemd/logind.conf.d/test.conf", LOGIND)
+        in_tree(self.root, "useradd", "--create-home", f"--uid={USER}", "somebody")
         self.boot()
         self._files_before = self.files()
 
-    def power_on(self) -> None:
-        self.node.boot()  # the daemon reads the boot ID of the simulated node
-        super().power_on()
-
     def delete(self) -> None:
+        if self.kubelet.alive:
+            self.do(self.kubelet.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._ticker.__exit__()
         super().delete()
 
+    def do(self, what: Coroutine[Any, Any, T]) -> T:
+        """Return the result of what the kubelet does, on its loop."""
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(LONG_PATIENCE)
+
     def last_words(self) -> str:
-        """Return the end of the journal and of the kubelet's events."""
-        shown = ("--no-pager", "--lines=30", "--output=short-monotonic")
-        return self("journalctl", *shown, check=False) + self.kubelet.last_words()
-
-    # The state that a test begins with, whatever another one that has failed has left.
-
-    def be_installed(self) -> None:
-        if not self.exists("/usr/bin/tt-device-plugin"):
-            self.install(self.packages.current)
-
-    def be_running(self) -> None:
-        """Have the daemon with cards, registered with a running kubelet."""
-        for card in CARDS if not self.node.chips else ():
-            self.node.add(card)
-        self.write("/etc/systemd/system/kubelet.service", KUBELET)
-        if self.path(CONFIG).read_text() != CONFIGURATION:
-            self.write(CONFIG, CONFIGURATION)
-            self.systemctl("restart", UNIT)
-        self.shell("systemctl daemon-reload; systemctl reset-failed")
-        self.shell(f"systemctl start {UNIT} kubelet")
-        self.status_becomes("4 × tenstorrent.com/n300", "registered with kubelet")
+        """Return the end of the journal."""
+        shown = ("--no-pager", "--lines=40", "--output=short-monotonic")
+        return self("journalctl", *shown, check=False)
 
     # Files and packages.
-
-    def path(self, path: str) -> Path:
-        """Return a path of the container as one of this machine, for which links are wrong."""
-        return self.root / path.lstrip("/")
 
     def holds(self, path: str) -> bool:
         """Return whether a path exists as the container sees it, by its mounts and links."""
@@ -159,20 +123,18 @@ class Host(Container):
 
     def files(self) -> set[str]:
         """Return everything in the root tree but what logs and package management keep."""
-        kept = ("var/lib/apt", "var/lib/dpkg", "var/log", "var/backups", "var/cache/apt",
-                "var/cache/debconf", "var/cache/ldconfig", "tmp", "var/tmp", "run", "dev", "proc",
-                "sys")  # fmt: skip
+        kept = "/var/lib/apt /var/lib/dpkg /var/log /var/backups /var/cache/apt /var/cache/debconf "
+        kept += "/var/cache/ldconfig /var/tmp /tmp /run /dev /proc /sys"
         found: set[str] = set()
-        for directory, names, files in os.walk(self.root):
-            place = os.path.relpath(directory, self.root)
-            paths = {name: os.path.normpath(os.path.join(place, name)) for name in names}
-            names[:] = [name for name in names if paths[name] not in kept]
-            found.update(os.path.normpath(os.path.join(place, name)) for name in [*names, *files])
+        for place, directories, files in os.walk(self.root):
+            below = place.removeprefix(str(self.root))
+            directories[:] = [name for name in directories if f"{below}/{name}" not in kept.split()]
+            found |= {f"{below}/{name}" for name in (*directories, *files)}
         return found
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self) -> set[str]:
         """Return files that did not exist before the first installation."""
-        return sorted(self.files() - self._files_before)
+        return self.files() - self._files_before
 
     def install(self, *packages: str) -> str:
         """Install packages with apt; return its output."""
@@ -183,15 +145,12 @@ class Host(Container):
     def systemctl(self, *words: str, check: bool = True) -> str:
         return self("systemctl", *words, check=check)
 
-    def restarts(self) -> bool:
-        """Return whether `systemctl restart` of the service succeeds."""
-        return self.status_of("systemctl", "restart", UNIT) == 0
-
     @contextlib.contextmanager
     def drop_in(self, text: str) -> Iterator[None]:
         """Change the unit within the context, after which the service is started anew."""
         directory = f"/etc/systemd/system/{UNIT}.service.d"
-        self.write(f"{directory}/test.conf", text)
+        self.shell(f"systemctl stop {UNIT}")
+        self.write(f"{directory}/test.conf", f"[Service]\n{text}")
         self.systemctl("daemon-reload")
         try:
             yield
@@ -209,10 +168,6 @@ class Host(Container):
         """Return a property that is a time, such as "ActiveEnter"."""
         return int(self.property(f"{name}TimestampMonotonic", unit)) / 1e6
 
-    def becomes(self, name: str, value: str, unit: str = UNIT) -> None:
-        """Wait until a property of the service, or of another unit, has a value."""
-        wait_until(lambda: self.property(name, unit) == value, f"{name}={value}")
-
     def status_becomes(self, *parts: str) -> str:
         """Wait until the status text has all these parts, and return it."""
 
@@ -222,16 +177,19 @@ class Host(Container):
 
         return wait_until(text, lambda: f"{parts} in the status {self.property('StatusText')!r}")
 
+    def is_registered(self, *parts: str) -> None:
+        """Wait until the cards are registered with the kubelet, and the status has these parts."""
+        self.status_becomes("4 × tenstorrent.com/n300", "registered with kubelet", *parts)
+
     def journal(self, since: float = 0.0) -> list[Line]:
         """Return the daemon's own lines since a moment."""
-        output = self("journalctl", f"--unit={UNIT}", "--output=json", "--no-pager")
-        found = []
-        for line in output.splitlines():
-            entry = json.loads(line) if line.startswith("{") else {}
-            if entry.get("SYSLOG_IDENTIFIER") == UNIT:
-                at = int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6
-                found.append(Line(at, int(entry["PRIORITY"]), str(entry["MESSAGE"])))
-        return [line for line in found if line.at >= since]
+        output = self("journalctl", f"--identifier={UNIT}", "--output=json", "--no-pager")
+        entries = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        return [
+            Line(int(entry["PRIORITY"]), entry["MESSAGE"])
+            for entry in entries
+            if int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6 >= since
+        ]
 
     def line(self, since: float, part: str) -> Line:
         """Wait for the daemon's first line with a text."""

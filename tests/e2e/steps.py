@@ -1,17 +1,11 @@
 """Steps of the scripts that run on virtual machines, each of which prints what it found.
 
-A script looks like this, and `Steps` is what its test gets:
-
     def main() -> None:
         with step("boot") as found:
             found["failed"] = shell("systemctl list-units --failed --no-legend --plain")
 
-
-    if __name__ == "__main__":
-        main()
-
-Nothing is judged in the guest, but a step that does not come to its end says so, and the next one
-is tried. Standard library only.
+`Steps` is what the script's test gets. Nothing is judged in the guest, but a step that does not
+come to its end says so, and the next one is tried. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ import contextlib
 import json
 import os
 import subprocess
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -33,19 +26,14 @@ JSON = dict[str, Any]
 T = TypeVar("T")
 
 
-# -- in the guest ----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def step(name: str) -> Iterator[JSON]:
     """Print what is put into the dictionary; if the step fails also why, and the journal's end."""
     found: JSON = {}
-    begun = time.monotonic()
     try:
         yield found
     except Exception:
         found["failed"] = f"{traceback.format_exc()}\n{shell('journalctl --no-pager --lines=40')}"
-    found["seconds"] = round(time.monotonic() - begun, 1)
     print(json.dumps({"step": name, "found": found}), flush=True)
 
 
@@ -67,23 +55,14 @@ def wait_for(condition: Callable[[], T | None], what: str | Callable[[], str]) -
     return wait_until(condition, what, PATIENCE)
 
 
-def properties(*names: str) -> dict[str, str]:
-    """Return properties of the service."""
-    lines = shell(f"systemctl show --property={','.join(names)} {UNIT}").splitlines()
-    return dict(line.split("=", 1) for line in lines)
-
-
 def status_with(*parts: str) -> str:
     """Wait until the service's status text has all these parts, and return it."""
 
     def text() -> str:
-        status = properties("StatusText")["StatusText"]
+        status = shell(f"systemctl show --value --property=StatusText {UNIT}")
         return status if all(part in status for part in parts) else ""
 
-    return wait_for(text, lambda: f"{parts} in the status {properties('StatusText')}")
-
-
-# -- in the test -----------------------------------------------------------------------------------
+    return wait_for(text, lambda: shell(f"systemctl status --no-pager {UNIT}"))
 
 
 class Steps:
@@ -101,8 +80,3 @@ class Steps:
         found = self._found[name]
         assert "failed" not in found, found["failed"]
         return found
-
-    @property
-    def seconds(self) -> float:
-        """The time that all steps took, by the guest's clock."""
-        return sum(float(found["seconds"]) for found in self._found.values())

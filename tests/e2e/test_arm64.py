@@ -1,69 +1,69 @@
-"""The arm64 package on arm64 machines: Debian's own kernels and systemd, in virtual machines."""
+"""The arm64 package's program on Debian's arm64 Pythons, which QEMU runs process by process."""
 
 from __future__ import annotations
 
+import subprocess
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from tests.e2e import arm64, vm
-from tests.e2e.conftest import Told
-from tests.e2e.container import optional
-from tests.e2e.probe import assert_sandboxed
-from tests.e2e.steps import Steps
-from tests.world.processes import ROOT
+from tests.e2e.builds import cached, digest
+from tests.e2e.container import debootstrap, optional, require
+from tests.e2e.host import PYZ
+from tests.world.kubelet import Kubelet
+from tests.world.node import SimulatedNode
+from tests.world.processes import ROOT, Service, environment, finished, outlet_flags
 
-PAGE_SIZES = {"bookworm": 4096, "trixie-16k": 16384}
+SUITES = ("bookworm", "trixie")
+EMULATOR = "qemu-aarch64-static"
+# The architecture's own pointer authentication would take ten times as long.
+CPU = "max,pauth-impdef=on"
+TREE = (
+    "--variant=extract",
+    "--architectures=arm64",
+    "--format=directory",
+    "--include=base-files,python3,libstdc++6",
+)
+P300 = "tenstorrent.com/p300"
 
 
-@pytest.fixture(scope="module", params=arm64.GUESTS)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def node(short_tmp: Path) -> SimulatedNode:
+    """In place of the real kubelet's: a machine with a p300c."""
+    node = SimulatedNode(short_tmp / "node")
+    node.add("p300c")
+    return node
 
 
-@pytest.fixture(scope="module")
-def steps(name: str) -> Steps:
-    """What arm64_guest.py has found on the guest with this name."""
-    debs = sorted(ROOT.glob("dist/*_arm64.deb"), key=lambda deb: deb.stat().st_mtime)
-    if not debs:
-        pytest.exit("make deb ARCHES=arm64: there is no package to test", returncode=1)
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("suite", SUITES)
+async def test_the_daemon_runs_on_arm64(
+    suite: str, node: SimulatedNode, directory: Path, kubelet: Kubelet
+) -> None:
+    """It is extracted for arm64, serves a pod, sees a chip die, and ends by SIGTERM."""
     with optional():
-        return vm.run(arm64.GUESTS[name], debs[-1])
+        require({EMULATOR: "qemu-user-static", "mmdebstrap": "mmdebstrap"})
+        make = partial(debootstrap, suite, arguments=TREE)
+        tree = cached(f"{suite}-arm64-{digest(TREE)}", make)
+    home = directory.parent
+    [deb] = ROOT.glob("dist/*_arm64.deb")  # make deb leaves no former one
+    subprocess.run(["dpkg-deb", "--extract", str(deb), str(home / "package")], check=True)
+    [python] = tree.glob("usr/bin/python3.??")
+    emulator = [EMULATOR, "-cpu", CPU, "-L", str(tree)]
+    command = [*emulator, str(python), "-I", "-S", f"{home}/package{PYZ}"]
+    variables = environment(SHIV_ROOT=f"{home}/cache", RUNTIME_DIRECTORY=str(home))
+    assert "tt-device-plugin " in finished([*command, "--version"], variables).stdout
 
+    flags = [f"--device-plugin-dir={directory}", *node.flags, *outlet_flags(home)]
+    async with Service([*command, "run", *flags], variables, home / "notify") as daemon:
+        await daemon.ready()
+        await daemon.status(f"2 × {P300}, 2 healthy; registered with kubelet")
+        pod = await kubelet.run_pod("pod", P300, 2)
+        assert pod.envs["TT_VISIBLE_DEVICES"] == ",".join(chip.bdf for chip in node.chips)
 
-def test_the_machine(name: str, steps: Steps, told: Told) -> None:
-    """It has an arm64 kernel with this page size, no failed unit, and consistent packages."""
-    found = steps["boot"]
-    assert (found["machine"], found["page size"]) == ("aarch64", PAGE_SIZES[name])
-    assert not found["failed units"] and found["dpkg"].splitlines() == ["arm64", "0"], found
-    told(f"{found['kernel']}; {steps.seconds:.0f} s of the machine's clock")
+        node.chips[0].die()
+        await kubelet.wait_for(lambda: kubelet.unhealthy(P300) == {node.chips[0].bdf})
+        assert await daemon.stop() == 0
 
-
-def test_installation(steps: Steps, told: Told) -> None:
-    """apt installs only this package; it is enabled, active and READY, with the same exposure."""
-    found = steps["install"]
-    assert "0 upgraded, 1 newly installed, 0 to remove" in found["output"], found["output"]
-    assert found["output"].endswith("status 0") and not found["verify"], found
-
-    names = ("Type", "ActiveState", "SubState", "UnitFileState", "Result")
-    seen = [found[name] for name in names]
-    assert seen == ["notify", "active", "running", "enabled", "success"], seen
-
-    assert 0.9 <= found["exposure"] <= 1.5
-    told(f"{found['version']}, exposure {found['exposure']}")
-
-
-def test_sandbox_from_inside(steps: Steps) -> None:
-    """System calls have other numbers here; the same ones are denied as on amd64."""
-    assert_sandboxed(steps["sandbox"]["answers"])
-
-
-def test_allocation(steps: Steps, told: Told) -> None:
-    """The kubelet starts later; a pod gets both chips of a board with its environment."""
-    found = steps["allocate"]
-    assert (found["tenstorrent.com/n150"], found["tenstorrent.com/p300"]) == (1, 2)
-
-    admitted = found["admitted"]
-    assert "TT_VISIBLE_DEVICES=0000:02:00.0,0000:03:00.0" in admitted["env"], admitted
-    inside = [device.split(":/dev/")[1] for device in admitted["devices"]]
-    assert inside == ["tenstorrent/1:rw", "tenstorrent/2:rw"], admitted
-    assert found["violations"] == []
-    told(found["status"])
+    assert [*home.glob("cache/*-aarch64-linux-gnu/site-packages/ttdp.py")]

@@ -26,13 +26,13 @@ class WatchedNode:
         with kernel_errors():
             self.inventory.scan(self.settings)
 
-    def read(self, function: PciFunction) -> Reading | None:
+    def read(self, function: PciFunction, *, is_poll: bool = True) -> Reading | None:
         """Read a chip; None: it is being removed."""
         with kernel_errors(), patch.object(ttdp, "monotonic", lambda: 1000.0):
-            return ttdp.read_chip(self.settings, function, is_poll=True)
+            return ttdp.read_chip(self.settings, function, is_poll=is_poll)
 
-    def look(self) -> None:
-        """Scan and read, as at a poll."""
+    def look(self, *, is_poll: bool = True) -> None:
+        """Scan and read, as at a poll or after an event."""
         self.scan()
-        readings = map(self.read, self.inventory.present)
+        readings = [self.read(each, is_poll=is_poll) for each in self.inventory.present]
         self.inventory.apply(filter(None, readings), self.settings.health)
