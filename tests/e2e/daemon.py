@@ -8,13 +8,10 @@ default: a container can really open what it is given.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-import shutil
 import signal
 import zipfile
-from collections.abc import Iterator
 from typing import TypeVar
 
 from tests.e2e.machine import Machine, Process, tail
@@ -29,8 +26,6 @@ CDI_DIRECTORY = "/run/cdi"
 # open them takes no capability, as with a Tenstorrent card. runc lets all containers open tun.
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
 FORBIDDEN = "Operation not permitted"  # what a container has of all other numbers
-
-_numbers = itertools.count(1)
 
 
 def stale_zipapp() -> str | None:
@@ -55,7 +50,6 @@ class Daemon:
     def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
         self.process: Process | None = None
         self.log = machine.logs / "tt-device-plugin.log"
-        self.log.unlink(missing_ok=True)  # of another one, which has ended
         self._machine = machine
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
@@ -115,16 +109,14 @@ S = TypeVar("S", bound="Site")
 
 
 class Site:
-    """A machine with cards and the daemon, both of which are made anew for each test.
-
-    A fixture of a module starts one, and a test's own fixture takes it `for_one_test()`.
-    """
+    """A machine with cards and the daemon, as a context: all of it is made and removed with it."""
 
     def __init__(self) -> None:
         self.machine = Machine()
-        self._daemon: Daemon | None = None
-        self._cards: SimulatedNode | None = None
-        self._while_cards = contextlib.ExitStack()
+        # Without any until a test adds them; their firmware lives.
+        self.cards = SimulatedNode(self.machine.scratch / "node", nodes="mknod", numbers=OPENABLE)
+        self.daemon = Daemon(self.machine, self.cards)
+        self._while_on = contextlib.ExitStack()
 
     def __enter__(self: S) -> S:
         try:
@@ -139,17 +131,8 @@ class Site:
             print(self.last_words())
         self.destroy()
 
-    @contextlib.contextmanager
-    def for_one_test(self: S) -> Iterator[S]:
-        """Have neither cards nor anything else of another test, and take out those of this one."""
-        self.wait_clear()
-        try:
-            yield self
-        finally:
-            self.clear()
-
     def start(self) -> None:
-        """Start what lasts for many tests."""
+        self._while_on.enter_context(Ticker(self.cards))
         self.power_on()
 
     def power_on(self) -> None:
@@ -157,49 +140,19 @@ class Site:
         self.machine.power_on()
 
     def destroy(self) -> None:
-        self._while_cards.close()
+        self._while_on.close()
         self.machine.destroy()
-
-    @property
-    def cards(self) -> SimulatedNode:
-        """The machine's cards; without any until a test adds them. Their firmware lives."""
-        if self._cards is None:
-            root = self.machine.scratch / f"cards-{next(_numbers)}"
-            self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
-            self.prepare(self._cards)
-        return self._cards
 
     def host_number(self, bdf: str) -> tuple[int, int]:
         """Return the major and minor number of a chip's device file as it is now."""
         status = os.stat(self.cards.chip(bdf).device_node)
         return os.major(status.st_rdev), os.minor(status.st_rdev)
 
-    def prepare(self, cards: SimulatedNode) -> None:
-        """Start what runs for as long as there are these cards."""
-        self._while_cards.enter_context(Ticker(cards))
-
-    @property
-    def daemon(self) -> Daemon:
-        assert self._daemon is not None, "no daemon was started"
-        return self._daemon
-
     def start_daemon(self, config: str = "", interval: float = 5.0) -> None:
-        """Install the daemon and start it; interval: seconds between two polls."""
-        self._daemon = Daemon(self.machine, self.cards)
-        self._daemon.configure(config, interval)
-        self._daemon.start()
-
-    def clear(self) -> None:
-        """Take out the daemon and the cards."""
-        if self._daemon is not None and self._daemon.process is not None:
-            self._daemon.stop()
-        self._while_cards.close()
-        self._daemon = self._cards = None
-
-    def wait_clear(self) -> None:
-        """Wait for the end of what was taken out, and remove what it has left."""
-        shutil.rmtree(self.machine.path(STATE_DIRECTORY), ignore_errors=True)
+        """Configure the daemon and start it; interval: seconds between two polls."""
+        self.daemon.configure(config, interval)
+        self.daemon.start()
 
     def last_words(self, lines: int = 40) -> str:
         """Return the end of the daemon's log."""
-        return tail(self._daemon.log, lines) if self._daemon else ""
+        return tail(self.daemon.log, lines)

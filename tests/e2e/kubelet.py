@@ -75,17 +75,10 @@ class Kubelet:
         except (OSError, http.client.HTTPException):
             return False
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End it, as a crash does; the pods run on."""
-        if self._process is not None:
-            self._process.end(number)
-            self._process = None
-
-    def restart(self, **config: Any) -> None:
-        """Stop it, and start it with these keys of its configuration."""
-        self.kill(signal.SIGTERM)
-        self._config |= config
-        self.start()
+    def kill(self) -> None:
+        """Kill it; the pods run on."""
+        assert self._process is not None
+        self._process.end(signal.SIGKILL)
 
     def crash(self, *, lose_checkpoint: bool = False) -> None:
         """Kill it and start it again."""

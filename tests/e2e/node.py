@@ -26,14 +26,13 @@ from tests.e2e.kubeletconfig import NODE_NAME
 from tests.e2e.machine import tail
 from tests.e2e.pods import Pod, manifest
 from tests.e2e.steps import JSON
-from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
 N300 = "tenstorrent.com/n300"
 
 
 class Node(Site):
-    """A running kubelet with its machine; cards, daemon and pods are made anew for each test."""
+    """A running kubelet with its machine, cards, daemon and pods."""
 
     def __init__(
         self,
@@ -51,7 +50,11 @@ class Node(Site):
         self.containerd = Containerd(self.machine, programs, images)
         self.api = ApiServer()
         self.kubelet = Kubelet(version, self.machine, config)
-        self._pods: list[NodePod] = []  # also those whose end nothing has waited for
+        self._pods: list[NodePod] = []
+
+        for path in ("sys/fs/cgroup", "var/log/pods"):
+            (self.cards.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.cards.root / path).symlink_to(f"/{path}")
 
     # Start and end
 
@@ -63,12 +66,6 @@ class Node(Site):
         super().power_on()
         self.containerd.start()
         self.api.serve(self.machine.listen)
-
-    def prepare(self, cards: SimulatedNode) -> None:
-        super().prepare(cards)
-        for path in ("sys/fs/cgroup", "var/log/pods"):
-            (cards.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (cards.root / path).symlink_to(f"/{path}")
 
     def reboot(self, while_off: Callable[[], object] = lambda: None) -> None:
         """Cut the power and start all again: the daemon, then the kubelet."""
@@ -82,25 +79,6 @@ class Node(Site):
         self.power_on()
         self.daemon.start()
         self.kubelet.start()
-
-    def clear(self) -> None:
-        """Take out the pods, the daemon and the cards; `wait_clear` waits for the pods' end."""
-        for pod in self._pods:
-            pod.force_delete()
-        super().clear()
-
-    def wait_clear(self) -> None:
-        """Wait until the pods that were taken out are gone, with their processes."""
-        for pod in self._pods:
-            wait_until(pod.is_forgotten, f"{pod.name} to go")
-        wait_until(lambda: not self.machine.pod_processes(), "all pods to end")
-        self._pods = []
-
-        # The kubelet forgets pods that have ended when it is asked for them. No test has to wait
-        # for the end of their holds.
-        self.kubelet.assigned("")
-        self.kubelet.checkpoint.unlink(missing_ok=True)
-        super().wait_clear()
 
     def destroy(self) -> None:
         self.api.close()

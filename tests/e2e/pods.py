@@ -40,8 +40,7 @@ def manifest(
     wanted = {resource: str(count) for resource, count in resources.items()}
     container: JSON = {
         "image": image,
-        "imagePullPolicy": "Never",
-        "resources": {"limits": wanted, "requests": dict(wanted)},
+        "resources": {"limits": wanted},
     }
     if command is not None:
         container["command"] = list(command)

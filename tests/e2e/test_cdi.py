@@ -75,7 +75,7 @@ class CdiHost(Site):
 @pytest.fixture(scope="module")
 def host(tools: None) -> Iterator[CdiHost]:
     """A host with an n300, a p300c (two chips), hugepages, and the daemon's file."""
-    with CdiHost() as host, host.for_one_test():
+    with CdiHost() as host:
         host.cards.add("n300")
         host.cards.add("p300c")
         host.cards.set_hugepages(4)

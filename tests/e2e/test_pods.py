@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
+from tests.e2e.builds import VERSIONS
 from tests.e2e.conftest import Told
 from tests.e2e.node import N300, Node
 from tests.e2e.pods import RUNNING
@@ -50,11 +53,12 @@ def test_eight_of_a_galaxy_are_one_tray(node: Node) -> None:
     assert len(eights[0].device_files()) == 8
 
 
-def test_single_numa_node(node: Node) -> None:
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_single_numa_node(version: str) -> None:
     """Under `single-numa-node` two chips are of one NUMA node, or the pod is refused."""
-    near, far = add(node, 3), add(node, 1, numa_node=1)
-    node.kubelet.restart(topologyManagerPolicy="single-numa-node")
-    try:
+    with Node(version, config={"topologyManagerPolicy": "single-numa-node"}) as node:
+        near, far = add(node, 3), add(node, 1, numa_node=1)
         node.start_daemon()
 
         first = node.started({N300: 2}).devices(N300)
@@ -64,8 +68,6 @@ def test_single_numa_node(node: Node) -> None:
         assert len(first) == 2 and first < near
         assert refused.startswith("TopologyAffinityError: Pod was rejected: Resources cannot be")
         assert set().union(*last) == (near | far) - first
-    finally:
-        node.kubelet.restart(topologyManagerPolicy="none")
 
 
 def test_a_pods_status_has_its_chips_health(node: Node) -> None:

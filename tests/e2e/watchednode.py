@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tests.e2e.machine import Machine
 from tests.e2e.node import Node, NodePod
@@ -127,25 +127,14 @@ def _foul(openers: set[Opener]) -> list[Opener]:
     return [each for each in given if each.chip not in each.given or each.pod != pods[each.chip]]
 
 
-W = TypeVar("W", bound="WatchedNode")
-
-
 class WatchedNode(Node):
     """A node of whose pods it is known what they have open."""
 
-    @contextlib.contextmanager
-    def for_one_test(self: W) -> Iterator[W]:
-        """Have two p300c; at the end of the test, no two pods have had one chip."""
-        with super().for_one_test():
-            for _ in range(2):
-                self.cards.add("p300c")
-            yield self
-            self.assert_apart()
-
-    def prepare(self, cards: SimulatedNode) -> None:
-        super().prepare(cards)
-        self.openers = Openers(self.machine, cards)
-        self._while_cards.enter_context(self.openers)
+    def start(self) -> None:
+        super().start()
+        for _ in range(2):
+            self.cards.add("p300c")
+        self.openers = self._while_on.enter_context(Openers(self.machine, self.cards))
 
     def assert_apart(self) -> None:
         """Look once more, and tell whether any look has found two pods at one chip."""
