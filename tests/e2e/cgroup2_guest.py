@@ -72,14 +72,10 @@ def write(name: str, text: str, mode: int = 0o644) -> None:
     path.chmod(mode)
 
 
-def serve(api: ApiServer) -> None:
-    api.serve(lambda port: socket.create_server(("127.0.0.1", port)))
-
-
 def start_node() -> ApiServer:
     """Start containerd and the kubelet, and wait until the daemon is registered."""
     api = ApiServer()
-    serve(api)
+    api.serve(lambda port: socket.create_server(("127.0.0.1", port)))
     shell(f"busybox ip address add {NODE_ADDRESS}/32 dev lo")
 
     # This machine is slow.
@@ -96,19 +92,12 @@ def start_node() -> ApiServer:
     wait_for(lambda: shell("ctr version").count("Server:"), "containerd")
     shell("ctr --namespace k8s.io images import /srv/image.tar")
     shell("systemctl start kubelet")
-    wait_registered()
-    return api
-
-
-def wait_registered() -> None:
-    """Wait until the kubelet has a list of the daemon's."""
 
     def listed() -> bool:
-        if not CHECKPOINT.exists():
-            return False
-        return RESOURCE in json.loads(CHECKPOINT.read_text())["Data"]["RegisteredDevices"]
+        return CHECKPOINT.exists() and RESOURCE in CHECKPOINT.read_text()
 
     wait_for(listed, lambda: f"a list: {shell(f'systemctl status {UNIT}')}")
+    return api
 
 
 def logged(text: str) -> int:
@@ -125,22 +114,16 @@ def create(
     *,
     stubborn: bool = False,
     own_users: bool = False,
-    init: bool = False,
     **others: Any,
 ) -> Pod:
     """Create a pod. stubborn: it ignores SIGTERM; own_users: it has a user namespace.
 
-    init: an init container has the chips before it; others: of pods.manifest().
+    others: of pods.manifest().
     """
     command = ["sh", "-c", OPEN.replace("{term}", "''" if stubborn else "'exit 0'")]
     described = manifest({RESOURCE: chips}, command=command, **others)
-
-    spec = described["spec"]
     if own_users:
-        spec |= {"hostUsers": False, "hostNetwork": False}
-    if init:
-        spec["initContainers"] = [spec["containers"][0] | {"name": "init", "command": ["true"]}]
-
+        described["spec"] |= {"hostUsers": False, "hostNetwork": False}
     api.add_pod(described, NODE_NAME)
     return Pod(api, described["metadata"]["name"], Path("/var/log/pods"), PATIENCE)
 
@@ -210,27 +193,6 @@ def forced(api: ApiServer) -> JSON:
     return found
 
 
-def both_killed(api: ApiServer, pods: Sequence[Pod]) -> JSON:
-    """Kill kubelet and daemon together. The pods' containers run on, and go on to open devices."""
-    before = [pod.containers() for pod in pods]
-    former = CHECKPOINT.stat().st_mtime_ns
-
-    # Only a kubelet that has the daemon's list is told its pods, of before, too. On a machine that
-    # is no emulation the list is there long before them: it takes milliseconds, and a kubelet asks
-    # once a second for its node before it asks for pods.
-    api.close()
-    shell(f"systemctl kill --signal=KILL kubelet {UNIT}")
-    wait_for(lambda: shell(f"systemctl is-active kubelet {UNIT}") == "active\nactive", "both")
-    wait_for(lambda: CHECKPOINT.stat().st_mtime_ns > former, "the kubelet to write its list")
-    wait_registered()
-    serve(api)
-
-    # The kubelet has judged all pods of before when a new one runs.
-    create(api, 0).wait_running()
-    opened = next_attempts(pods)
-    return {"opened": opened, "same": [pod.containers() for pod in pods] == before}
-
-
 def reload(pods: Sequence[Pod]) -> JSON:
     """Reload systemd, alone and by the installation of the package again."""
     before = [pod.containers() for pod in pods]
@@ -260,7 +222,7 @@ def main() -> None:
     with step("forced") as found:
         found |= forced(api)
 
-    pods = [create(api, 1, init=True), create(api, 1, own_users=True)]
+    pods = [create(api, 1), create(api, 1, own_users=True)]
     with step("files") as found:
         found |= given(pods)
 
@@ -272,8 +234,6 @@ def main() -> None:
     with step("cdi") as found:
         found |= given(by_name)
 
-    with step("both_killed") as found:
-        found |= both_killed(api, pods + by_name)
     with step("reload") as found:
         found |= reload(pods + by_name)
 

@@ -48,7 +48,7 @@ class Daemon:
     """The daemon on a machine, started and stopped as by systemd."""
 
     def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
-        self.process: Process | None = None
+        self._process: Process | None = None
         self.log = machine.logs / "tt-device-plugin.log"
         self._machine = machine
         self._flags = cards.flags
@@ -62,7 +62,7 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, and wait for READY=1."""
-        assert self.process is None, "it runs already"
+        assert self._process is None or not self._process.alive, "it runs already"
         for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self._machine.path(directory).mkdir(exist_ok=True)
 
@@ -83,26 +83,17 @@ class Daemon:
             return any("READY=1" in note.text.splitlines() for note in manager.receive())
 
         with contextlib.closing(manager):
-            self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
+            self._process = self._machine.spawn([*command, *self._flags], self.log, environment)
             wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n")
 
-    def stop(self) -> None:
-        """Stop it; its exit status has to be 0."""
-        assert self._end(signal.SIGTERM) == 0, tail(self.log)
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
 
-    def kill(self) -> None:
-        """Kill it, as the kernel's OOM killer does."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, number: signal.Signals) -> int:
-        assert self.process is not None, "it does not run"
-        status = self.process.end(number)
-        self.process = None
-        return status
-
-    def reload(self) -> None:
-        assert self.process is not None, "it does not run"
-        os.kill(self.process.pid, signal.SIGHUP)
+    def end(self, number: signal.Signals) -> int:
+        """Send it a signal that ends it; return its exit status, or the signal negated."""
+        assert self._process is not None
+        return self._process.end(number)
 
 
 S = TypeVar("S", bound="Site")

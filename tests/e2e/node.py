@@ -72,7 +72,6 @@ class Node(Site):
         for pod in self._pods:
             pod.forget_containers()
         self.machine.power_off()
-        self.daemon.process = None
         self.cards.boot()
         while_off()
 

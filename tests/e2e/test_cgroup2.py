@@ -114,12 +114,6 @@ def test_containers_get_their_devices(node: Steps, strategy: str) -> None:
     assert int(hosts[1]) == 0 and int(own[1]) > 0
 
 
-def test_kubelet_and_daemon_are_killed_together(node: Steps) -> None:
-    """No pod is killed, not even one whose init container had the device (kubernetes #138446)."""
-    found = node["both_killed"]
-    assert found["same"] and all_opened(found["opened"], 4)
-
-
 def test_access_survives_systemd(node: Steps) -> None:
     """Containers open their devices again after systemd was reloaded, also by the package.
 

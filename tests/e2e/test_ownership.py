@@ -138,6 +138,7 @@ DECK = {  # how often the methods of RandomSteps are taken
     "restart_kubelet_alone": 1,
     "lose_checkpoint": 1,
     "restart_daemon": 2,
+    "restart_both": 1,
     "cut_power": 1,
 }
 KINDS = ("plain", "stubborn", "once", "init", "sidecar")
@@ -170,6 +171,10 @@ class RandomSteps:
         """Delete everything: all chips are offered again, and a pod gets them."""
         for pod in self._pods:
             pod.delete()
+        wait_until(lambda: not any(self.node.machine.pod_cgroups()), "all pods to end")
+
+        # One that has started again has two minutes to end pods: this one knows of none.
+        self.node.kubelet.crash(lose_checkpoint=True)
         self.node.reconfigure(CARDS)
         self.node.wait_complete({RESOURCES[CARDS]: all_chips(self.node)})
         last = self.node.started({RESOURCES[CARDS]: 4})
@@ -249,9 +254,15 @@ class RandomSteps:
     def restart_daemon(self) -> None:
         """Kill it, and start it with another configuration."""
         config, self._resource = self._random.choice([*RESOURCES.items()])
-        self.node.daemon.kill()
+        self.node.daemon.end(signal.SIGKILL)
         self.node.daemon.configure(config, INTERVAL)
         self.node.daemon.start()
+
+    def restart_both(self) -> None:
+        """Kill both: not even a pod whose init container had the device ends (#138446)."""
+        self.node.kubelet.kill()
+        self.restart_daemon()
+        self.node.kubelet.start()
 
     def cut_power(self) -> None:
         """Cut the power, and find two chips with exchanged numbers."""

@@ -6,6 +6,7 @@ Kubelets, containerd, runc and the device files are real; only the cards are sim
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -101,7 +102,7 @@ def test_the_daemon_is_restarted(node: Node, told: Told) -> None:
     old = node.started({N300: 1})
     before, held = old.containers(), old.devices(N300)
 
-    node.daemon.stop()
+    assert node.daemon.end(signal.SIGTERM) == 0
     node.kubelet.wait_allocatable(N300, set())
     began = time.monotonic()
     node.daemon.start()

@@ -160,7 +160,7 @@ class WatchedNode(Node):
 
         before = reloads()
         self.daemon.configure(config, INTERVAL)
-        self.daemon.reload()
+        self.daemon.send(signal.SIGHUP)
         wait_until(lambda: reloads() > before, "the reload")
 
     def wait_known(self, resource: str) -> None:
