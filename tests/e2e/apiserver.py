@@ -81,14 +81,11 @@ class ApiServer:
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
         """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
-        pod["metadata"] = {"uid": str(uuid.uuid4()), **pod["metadata"], "namespace": "default"}
+        pod["metadata"]["namespace"] = "default"
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
 
-        spec = pod["spec"]
-        spec |= {"nodeName": node, "dnsPolicy": "Default", "schedulerName": "default"}
-        spec.setdefault("securityContext", {})
-        spec.setdefault("enableServiceLinks", True)
-
+        usual = {"securityContext": {}, "enableServiceLinks": False}
+        spec = pod["spec"] = usual | pod["spec"] | {"nodeName": node, "dnsPolicy": "Default"}
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             container["terminationMessagePath"] = "/dev/termination-log"
             container["terminationMessagePolicy"] = "File"

@@ -172,7 +172,7 @@ class Machine:
         return in_network(self._init_pid, lambda: socket.create_connection(address, LONG_PATIENCE))
 
     def listen(self, port: int) -> socket.socket:
-        """Listen on the machine's loopback device."""
+        """Listen on it."""
         return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     # What the host sees of it

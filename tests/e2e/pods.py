@@ -50,7 +50,6 @@ def manifest(
         "hostNetwork": True,  # there is no network plugin
         "restartPolicy": "Never" if once else "Always",
         "terminationGracePeriodSeconds": grace,
-        "enableServiceLinks": False,
         "containers": [{"name": each, **container} for each in names],
     }
     if user is not None:
