@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -284,11 +285,12 @@ def _child_of(pid: int) -> int | None:
 
 
 def tail(log: Path, lines: int = 40) -> str:
-    """Return the end of a log file, without the kubelet's notes of what this harness asked it."""
+    """Return the end of a log file, without what a kubelet says again and again."""
     if not log.exists():
         return "(no output)"
+    noise = re.compile("httplog.go|factory.go|generic.go|ignoring container")
     said = log.read_text(errors="replace").splitlines()
-    return "\n".join([line for line in said if "httplog.go" not in line][-lines:])
+    return "\n".join([line for line in said if not noise.search(line)][-lines:])
 
 
 def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
