@@ -84,7 +84,7 @@ class Kubelet:
         """Kill it and start it again."""
         self.kill()
         if lose_checkpoint:
-            self.checkpoint.unlink()
+            self.checkpoint.unlink(missing_ok=True)
         self.start()
 
     def _get(self, path: str) -> bytes:
