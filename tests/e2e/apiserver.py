@@ -1,23 +1,21 @@
-"""As much of an API server as one kubelet needs: so that its pods are ordinary ones, not static.
+"""As much of an API server as one kubelet, or node-problem-detector, needs.
 
-Kubelets differ between the two: static pods are admitted in the first turn, those of an API server
-once the kubelet has found its own node there, which it looks for once a second. Objects are kept as
-they come, without defaults or validation; lists and watches give everything of a kind. Standard
-library only, for virtual machines.
+Objects are kept as they come, without defaults or validation; lists and watches give everything of
+a kind. Standard library only, for virtual machines, but for events in protobuf.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime
-import itertools
 import json
+import re
 import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from tests.e2e.steps import JSON
@@ -28,6 +26,28 @@ KINDS = {
     "csidrivers": "CSIDriver", "csinodes": "CSINode", "runtimeclasses": "RuntimeClass",
     "configmaps": "ConfigMap",
 }  # fmt: skip
+PODS = "/api/v1/namespaces/default/pods"
+PATH = re.compile(r"/apis?/((?:[^/]+/)?v\w+)(?:/namespaces/([^/]+))?/([^/]+)(?:/([^/]+))?")
+
+
+class Place(NamedTuple):
+    """What a path names: an object, or without a name all of a kind, in one namespace or all."""
+
+    group: str
+    namespace: str
+    kind: str
+    name: str
+
+    @classmethod
+    def of(cls, path: str) -> Place:
+        match = PATH.fullmatch(path)
+        return cls(*match.groups("")) if match else cls("", "", "", "")
+
+    def has(self, path: str) -> bool:
+        """Return whether this collection has the object with that path."""
+        other = Place.of(path)
+        is_near = self.namespace in ("", other.namespace)
+        return is_near and (self.group, self.kind) == (other.group, other.kind)
 
 
 class ApiServer:
@@ -35,9 +55,8 @@ class ApiServer:
 
     def __init__(self) -> None:
         self._objects: dict[str, JSON] = {}  # by path
-        self._events: list[tuple[int, str, JSON]] = []  # version, path, watch event
-        self._version = itertools.count(1)
-        self._latest = 0
+        self._deleted: dict[str, JSON] = {}
+        self._version = 0
         self._changed = threading.Condition()
         self._server: _Server | None = None
 
@@ -62,14 +81,11 @@ class ApiServer:
     def add_pod(self, manifest: Mapping[str, Any], node: str) -> None:
         """Create a pod that is scheduled to the node, completed as by a real server."""
         pod = copy.deepcopy(dict(manifest))
-        pod["metadata"] = {"uid": str(uuid.uuid4()), **pod["metadata"], "namespace": "default"}
+        pod["metadata"]["namespace"] = "default"
         pod["status"] = {"phase": "Pending", "qosClass": "BestEffort"}
 
-        spec = pod["spec"]
-        spec |= {"nodeName": node, "dnsPolicy": "Default", "schedulerName": "default"}
-        spec.setdefault("securityContext", {})
-        spec.setdefault("enableServiceLinks", True)
-
+        usual = {"securityContext": {}, "enableServiceLinks": False}
+        spec = pod["spec"] = usual | pod["spec"] | {"nodeName": node, "dnsPolicy": "Default"}
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             container["terminationMessagePath"] = "/dev/termination-log"
             container["terminationMessagePolicy"] = "File"
@@ -78,21 +94,20 @@ class ApiServer:
             resources = container.setdefault("resources", {})
             resources["requests"] = resources.get("limits", {}) | resources.get("requests", {})
 
-        self.write(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", pod)
+        self.write(f"{PODS}/{pod['metadata']['name']}", pod)
 
     def delete_pod(self, name: str, *, grace: int | None = None) -> None:
         """Delete a pod's object at once; with `grace`, the kubelet ends the pod first."""
-        path = f"/api/v1/namespaces/default/pods/{name}"
         if grace is None:
-            return self.delete(path)
+            return self.delete(f"{PODS}/{name}")
 
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         marks = {"deletionTimestamp": now, "deletionGracePeriodSeconds": grace}
-        self.patch(path, {"metadata": marks})
+        self.patch(f"{PODS}/{name}", {"metadata": marks})
 
     def pod(self, name: str) -> JSON | None:
         """Return the pod as `kubectl get` would show it."""
-        return self.read(f"/api/v1/namespaces/default/pods/{name}")
+        return self.read(f"{PODS}/{name}")
 
     def node(self, name: str) -> JSON:
         return self.read(f"/api/v1/nodes/{name}") or {}
@@ -105,16 +120,19 @@ class ApiServer:
 
     def collect(self, collection: str) -> tuple[list[JSON], int]:
         """Return everything of a kind in all namespaces (or one), and the version of that view."""
+        place = Place.of(collection)
         with self._changed:
-            found = [item for path, item in self._objects.items() if _within(path, collection)]
-            return copy.deepcopy(found), self._latest
+            found = [item for path, item in self._objects.items() if place.has(path)]
+            return copy.deepcopy(found), self._version
 
     def write(self, path: str, item: JSON) -> JSON:
+        place = Place.of(path)
+        defaults: JSON = {"apiVersion": place.group, "kind": KINDS.get(place.kind, "Unknown")}
+        named: JSON = {"name": place.name, "uid": str(uuid.uuid4())}
         with self._changed:
-            group, _, kind, name = _parse(path)
-            item = {"apiVersion": group, "kind": KINDS.get(kind, "Unknown"), **copy.deepcopy(item)}
-            item["metadata"] = {"name": name, "uid": str(uuid.uuid4()), **item.get("metadata", {})}
-            self._record("MODIFIED" if path in self._objects else "ADDED", path, item)
+            item = defaults | copy.deepcopy(item)
+            item["metadata"] = named | item.get("metadata", {})
+            self._record(item)
             self._objects[path] = item
             return copy.deepcopy(item)
 
@@ -127,23 +145,29 @@ class ApiServer:
     def delete(self, path: str) -> None:
         with self._changed:
             if item := self._objects.pop(path, None):
-                self._record("DELETED", path, item)
+                self._record(item)
+                self._deleted[path] = item
 
-    def _record(self, action: str, path: str, item: JSON) -> None:
-        self._latest = next(self._version)
-        item["metadata"]["resourceVersion"] = str(self._latest)
-        self._events.append((self._latest, path, {"type": action, "object": copy.deepcopy(item)}))
+    def _record(self, item: JSON) -> None:
+        self._version += 1
+        item["metadata"]["resourceVersion"] = str(self._version)
         self._changed.notify_all()
 
-    def wait_events(
+    def wait_changes(
         self, collection: str, after: int, server: _Server
     ) -> tuple[list[JSON], int] | None:
         """Return the watch events of a kind after a version, once there are any; None: closed."""
+        place = Place.of(collection)
         with self._changed:
             while not server.closing:
-                new = [each for each in self._events if each[0] > after]
-                if found := [event for _, path, event in new if _within(path, collection)]:
-                    return found, self._latest
+                found = [
+                    {"type": action, "object": copy.deepcopy(item)}
+                    for action, items in (("DELETED", self._deleted), ("MODIFIED", self._objects))
+                    for path, item in items.items()
+                    if place.has(path) and int(item["metadata"]["resourceVersion"]) > after
+                ]
+                if found:
+                    return found, self._version
                 self._changed.wait()
         return None
 
@@ -171,59 +195,17 @@ def merged(item: Any, change: Any) -> Any:
 
 def _event_of(content: bytes) -> JSON:
     """Return the name and the texts of an Event in protobuf, which newer clients send."""
-    unknown = dict(_fields(content.removeprefix(b"k8s\0")))  # runtime.Unknown; 2: raw
-    event = dict(_fields(unknown[2]))  # core/v1 Event
-    metadata = dict(_fields(event[1]))  # ObjectMeta; 1: name
+    from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    def fields(message: bytes) -> dict[int, Any]:
+        found: Any = UnknownFieldSet(Empty.FromString(message))
+        return {field.field_number: field.data for field in found}
+
+    event = fields(fields(content.removeprefix(b"k8s\0"))[2])  # core/v1 Event in runtime.Unknown
     texts = {"reason": 3, "message": 4, "type": 9}
     found = {key: event[number].decode() for key, number in texts.items()}
-    return {"metadata": {"name": metadata[1].decode()}, **found}
-
-
-def _fields(message: bytes) -> list[tuple[int, bytes]]:
-    """Return number and content of a message's fields that have a length.
-
-    A key is the field's number and, in three bits, its type: 0 is a varint, 1 has eight bytes, 2
-    has a length, 5 has four bytes.
-    """
-    found, place = [], 0
-
-    def varint() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = message[place]
-            place += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while place < len(message):
-        key = varint()
-        size = varint() if key & 7 in (0, 2) else 8 if key & 7 == 1 else 4
-        if key & 7 == 2:
-            found.append((key >> 3, message[place : place + size]))
-        if key & 7:
-            place += size
-    return found
-
-
-def _parse(path: str) -> tuple[str, str, str, str]:
-    """Return a path's group and version, namespace, plural kind and name ("": a collection)."""
-    parts = path.strip("/").split("/")
-    start = 2 if parts[0] == "api" else 3
-    group, rest = "/".join(parts[1:start]), parts[start:]
-
-    namespace = ""
-    if rest[:1] == ["namespaces"] and len(rest) > 2:
-        namespace, rest = rest[1], rest[2:]
-    return group, namespace, rest[0] if rest else "", rest[1] if len(rest) > 1 else ""
-
-
-def _within(path: str, collection: str) -> bool:
-    group, namespace, kind, _ = _parse(path)
-    wanted_group, wanted_namespace, wanted_kind, _ = _parse(collection)
-    return (group, kind) == (wanted_group, wanted_kind) and wanted_namespace in ("", namespace)
+    return {"metadata": {"name": fields(event[1])[1].decode()}, **found}  # ObjectMeta
 
 
 class _Server(ThreadingHTTPServer):
@@ -248,8 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _body(self) -> JSON:
-        length = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(length)
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Type") == "application/vnd.kubernetes.protobuf":
             return _event_of(content)
         return dict(json.loads(content or b"{}"))
@@ -259,7 +240,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the path of the object, also for its status."""
         return urlsplit(self.path).path.removesuffix("/status")
 
-    def _answer(self, code: int, content: JSON) -> None:
+    def _answer(self, content: JSON | None, code: int = 200) -> None:
+        if content is None:
+            return self._refuse(404, "NotFound")
         data = json.dumps(content).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -267,32 +250,25 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _missing(self) -> None:
-        self._refuse(404, "NotFound")
-
     def _refuse(self, code: int, reason: str) -> None:
         status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason}
-        self._answer(code, {**status, "code": code, "message": f"{self.path}: {reason}"})
+        self._answer({**status, "code": code, "message": f"{self.path}: {reason}"}, code)
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        place = Place.of(self._object)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        group, _, kind, name = _parse(url.path)
 
-        if name:
-            item = self.server.api.read(self._object)
-            return self._answer(200, item) if item else self._missing()
-        if kind not in KINDS:
-            return self._missing()
+        if place.name or place.kind not in KINDS:
+            return self._answer(self.server.api.read(self._object))
         if query.get("watch") in ("true", "1"):
             return self._watch(url.path, query)
 
         items, version = self.server.api.collect(url.path)
-        answer = {"kind": f"{KINDS[kind]}List", "apiVersion": group, "items": items}
-        self._answer(200, {**answer, "metadata": {"resourceVersion": str(version)}})
+        kind = {"kind": f"{KINDS[place.kind]}List", "apiVersion": place.group}
+        self._answer({**kind, "items": items, "metadata": {"resourceVersion": str(version)}})
 
     def _watch(self, collection: str, query: Mapping[str, str]) -> None:
-        group, _, kind, _ = _parse(collection)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
@@ -304,12 +280,13 @@ class _Handler(BaseHTTPRequestHandler):
             items, after = self.server.api.collect(collection)
             for item in items:
                 self._chunk({"type": "ADDED", "object": item})
+            place = Place.of(collection)
             marks = {"k8s.io/initial-events-end": "true"}
             metadata = {"resourceVersion": str(after), "annotations": marks}
-            last = {"kind": KINDS[kind], "apiVersion": group, "metadata": metadata}
+            last = {"kind": KINDS[place.kind], "apiVersion": place.group, "metadata": metadata}
             self._chunk({"type": "BOOKMARK", "object": last})
 
-        while found := self.server.api.wait_events(collection, after, self.server):
+        while found := self.server.api.wait_changes(collection, after, self.server):
             events, after = found
             for event in events:
                 self._chunk(event)
@@ -325,19 +302,15 @@ class _Handler(BaseHTTPRequestHandler):
         name = item.get("metadata", {}).get("name") or uuid.uuid4().hex
         if self.server.api.read(f"{path}/{name}"):  # the node of a kubelet that starts again
             return self._refuse(409, "AlreadyExists")
-        self._answer(201, self.server.api.write(f"{path}/{name}", item))
+        self._answer(self.server.api.write(f"{path}/{name}", item), 201)
 
     def do_PUT(self) -> None:
-        self._answer(200, self.server.api.write(self._object, self._body()))
+        self._answer(self.server.api.write(self._object, self._body()))
 
     def do_PATCH(self) -> None:
-        item = self.server.api.patch(self._object, self._body())
-        if item is None:
-            self._missing()
-        else:
-            self._answer(200, item)
+        self._answer(self.server.api.patch(self._object, self._body()))
 
     def do_DELETE(self) -> None:
         self._body()
         self.server.api.delete(urlsplit(self.path).path)
-        self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+        self._answer({"kind": "Status", "apiVersion": "v1", "status": "Success"})

@@ -10,10 +10,10 @@ need root. What they are made of, from below:
     daemon.py      Site: a machine with cards and the daemon
     pods.py        manifests, and what the API says of a pod; also for virtual machines
     node.py        Node: a Site with a kubelet, and its pods; a test begins like the one there
-    watchednode.py WatchedNode: a Node of whose pods is known what they have open (openers.py)
+    watchednode.py WatchedNode: a Node of whose pods is known what they have open
     readers.py     programs of others that read what the daemon writes; umd.py: tt-umd
     container.py   a booted Debian; host.py: with the package
-    vm.py          a virtual machine; scripts with steps.py and guestnode.py run in it
+    vm.py          a virtual machine; scripts with steps.py run in it
     kubeletconfig.py    what nodes, guests and containers have in common
 """
 
@@ -102,14 +102,8 @@ def tools(pytestconfig: pytest.Config) -> None:
             build_kubelet(version)
 
 
-@pytest.fixture(scope="session")
-def running_nodes(tools: None) -> Iterator[dict[str, Node]]:
-    with contextlib.ExitStack() as stack:
-        yield {version: stack.enter_context(Node(version)) for version in VERSIONS}
-
-
 @pytest.fixture(params=VERSIONS)
-def node(request: pytest.FixtureRequest, running_nodes: dict[str, Node]) -> Iterator[Node]:
-    """A node with a running kubelet, without cards, daemon and pods."""
-    with running_nodes[request.param].for_one_test() as node:
+def node(request: pytest.FixtureRequest, tools: None) -> Iterator[Node]:
+    """A node with a running kubelet, and without cards, daemon and pods; it takes three seconds."""
+    with Node(request.param) as node:
         yield node

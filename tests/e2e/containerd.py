@@ -17,8 +17,6 @@ from tests.e2e.machine import Machine, Process, tail
 from tests.e2e.pods import IMAGE
 from tests.world.processes import wait_until
 
-CAP_SYS_RESOURCE = 24
-
 
 class Containerd:
     """containerd with busybox's image, and with others that are given to it."""
@@ -57,22 +55,15 @@ class Containerd:
     def _config(self) -> str:
         """Return the defaults, but for the pause image and what a restricted root may not do."""
         version = subprocess.check_output([self._binary, "--version"], text=True)
-        found = re.search(r" v?(\d+)\.(\d+)\.\d+", version)
-        assert found is not None, f"containerd --version: {version}"
-
-        if int(found[1]) >= 2:
+        if re.search(r" v?1\.\d+\.\d+", version):
+            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
+            lines += [f"sandbox_image = '{IMAGE}'", "enable_cdi = true"]  # since 1.7
+        else:
             lines = ["version = 3", "[plugins.'io.containerd.cri.v1.images'.pinned_images]"]
             lines += [f"sandbox = '{IMAGE}'", "[plugins.'io.containerd.cri.v1.runtime']"]
-        else:
-            lines = ["version = 2", "[plugins.'io.containerd.grpc.v1.cri']"]
-            lines.append(f"sandbox_image = '{IMAGE}'")
-            if (int(found[1]), int(found[2])) >= (1, 7):
-                lines.append("enable_cdi = true")  # the default of 2.0
 
-        if not _has_capability(CAP_SYS_RESOURCE):  # runc fails: pods want less than our own
-            lines.append("restrict_oom_score_adj = true")
-
-        return "\n".join(lines) + "\n"
+        # Without CAP_SYS_RESOURCE runc fails: pods want less than our own.
+        return "\n".join([*lines, "restrict_oom_score_adj = true", ""])
 
     def _answers(self) -> bool:
         if self._process is not None and not self._process.alive:
@@ -97,11 +88,6 @@ class Containerd:
         if done.returncode != 0 and argv[:2] != ("tasks", "exec"):
             raise RuntimeError(f"ctr {' '.join(argv)}: {done.stderr.strip()}")
         return done
-
-
-def _has_capability(number: int) -> bool:
-    found = re.search(r"CapEff:\s+(\w+)", Path("/proc/self/status").read_text())
-    return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def containerd_of(suite: str) -> Path:

@@ -8,13 +8,10 @@ default: a container can really open what it is given.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-import shutil
 import signal
 import zipfile
-from collections.abc import Iterator
 from typing import TypeVar
 
 from tests.e2e.machine import Machine, Process, tail
@@ -30,8 +27,6 @@ CDI_DIRECTORY = "/run/cdi"
 OPENABLE = ((10, 229), (10, 237), (203, 0), (10, 235), (203, 1), (10, 234))
 FORBIDDEN = "Operation not permitted"  # what a container has of all other numbers
 
-_numbers = itertools.count(1)
-
 
 def stale_zipapp() -> str | None:
     """Return why dist/ has no zipapp of this very program, or None if it has."""
@@ -41,29 +36,23 @@ def stale_zipapp() -> str | None:
 
     with zipfile.ZipFile(ZIPAPP) as packed:
         program = packed.read("site-packages/ttdp.py").decode()
-    if _without_version(program) != _without_version((ROOT / "ttdp.py").read_text()):
+
+    # A build replaces one line.
+    texts = (program, (ROOT / "ttdp.py").read_text())
+    if len({re.sub(r'(?m)^__version__ = ".*"$', "", text) for text in texts}) > 1:
         return f"{name} is of another ttdp.py than the one here; run: make pyz"
     return None
-
-
-def _without_version(text: str) -> str:
-    """Return the program's text without the one line that a build replaces."""
-    return re.sub(r'(?m)^__version__ = ".*"$', "", text)
 
 
 class Daemon:
     """The daemon on a machine, started and stopped as by systemd."""
 
     def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
-        self.process: Process | None = None
+        self._process: Process | None = None
         self.log = machine.logs / "tt-device-plugin.log"
-        self.log.unlink(missing_ok=True)  # of another one, which has ended
         self._machine = machine
         self._flags = cards.flags
         self._config = machine.scratch / "daemon.toml"
-        self._installed = 0
-        self.configure("")
-        self.install()
 
     def configure(self, config: str, interval: float = 5.0) -> None:
         """Write its configuration file: keys and tables; interval: seconds between two polls."""
@@ -71,76 +60,54 @@ class Daemon:
         health = f"[health]\ninterval = {interval}\n"
         self._config.write_text(f"{config}\n{health}")
 
-    def install(self) -> None:
-        """Install the program, or over the installed one; the next start runs it."""
-        directory = self._machine.scratch / "usr"
-        directory.mkdir(exist_ok=True)
-        # dpkg replaces the file under the running daemon in one step.
-        shutil.copy2(ZIPAPP, directory / ".new")
-        self._command = (directory / ".new").rename(directory / ZIPAPP.name)
-
-        # Another release unpacks itself into another directory.
-        self._installed += 1
-        self._cache = self._machine.scratch / f"cache-{self._installed}"
-
     def start(self) -> None:
         """Start it, and wait for READY=1."""
-        assert self.process is None, "it runs already"
+        assert self._process is None or not self._process.alive, "it runs already"
         for directory in (STATE_DIRECTORY, CDI_DIRECTORY):  # the unit makes them
             self._machine.path(directory).mkdir(exist_ok=True)
 
         manager = NotifySocket(self._machine.scratch / "notify")
+        cache = str(self._machine.scratch / "cache")
         environment = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "LANG": "C.UTF-8",
             "STATE_DIRECTORY": STATE_DIRECTORY,
             "NOTIFY_SOCKET": manager.address,
-            "SHIV_ROOT": str(self._cache),
-            "PYTHONPYCACHEPREFIX": str(self._cache),
+            "SHIV_ROOT": cache,
+            "PYTHONPYCACHEPREFIX": cache,
         }
         # Nice as in the unit: a kubelet that starts takes all the processors that it can get.
-        command = ["nice", "-n-10", str(self._command), "run", f"--config-file={self._config}"]
+        command = ["nice", "-n-10", str(ZIPAPP), "run", f"--config-file={self._config}"]
 
         def is_ready() -> bool:
             return any("READY=1" in note.text.splitlines() for note in manager.receive())
 
         with contextlib.closing(manager):
-            self.process = self._machine.spawn([*command, *self._flags], self.log, environment)
+            self._process = self._machine.spawn([*command, *self._flags], self.log, environment)
             wait_until(is_ready, lambda: f"READY=1; the log ends\n{tail(self.log)}\n")
 
-    def stop(self) -> None:
-        """Stop it; its exit status has to be 0."""
-        assert self._end(signal.SIGTERM) == 0, tail(self.log)
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
 
-    def kill(self) -> None:
-        """Kill it, as the kernel's OOM killer does."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, number: signal.Signals) -> int:
-        assert self.process is not None, "it does not run"
-        status = self.process.end(number)
-        self.process = None
-        return status
-
-    def reload(self) -> None:
-        assert self.process is not None, "it does not run"
-        os.kill(self.process.pid, signal.SIGHUP)
+    def end(self, number: signal.Signals) -> int:
+        """Send it a signal that ends it; return its exit status, or the signal negated."""
+        assert self._process is not None
+        return self._process.end(number)
 
 
 S = TypeVar("S", bound="Site")
 
 
 class Site:
-    """A machine with cards and the daemon, both of which are made anew for each test.
+    """A machine with cards and the daemon, as a context: all of it is made and removed with it."""
 
-    A fixture of a module starts one, and a test's own fixture takes it `for_one_test()`.
-    """
-
-    def __init__(self, numa_nodes: int | None = None) -> None:
-        self.machine = Machine(numa_nodes)
-        self._daemon: Daemon | None = None
-        self._cards: SimulatedNode | None = None
-        self._while_cards = contextlib.ExitStack()
+    def __init__(self) -> None:
+        self.machine = Machine()
+        # Without any until a test adds them; their firmware lives.
+        self.cards = SimulatedNode(self.machine.scratch / "node", nodes="mknod", numbers=OPENABLE)
+        self.daemon = Daemon(self.machine, self.cards)
+        self._while_on = contextlib.ExitStack()
 
     def __enter__(self: S) -> S:
         try:
@@ -155,17 +122,8 @@ class Site:
             print(self.last_words())
         self.destroy()
 
-    @contextlib.contextmanager
-    def for_one_test(self: S) -> Iterator[S]:
-        """Have neither cards nor anything else of another test, and take out those of this one."""
-        self.wait_clear()
-        try:
-            yield self
-        finally:
-            self.clear()
-
     def start(self) -> None:
-        """Start what lasts for many tests."""
+        self._while_on.enter_context(Ticker(self.cards))
         self.power_on()
 
     def power_on(self) -> None:
@@ -173,49 +131,19 @@ class Site:
         self.machine.power_on()
 
     def destroy(self) -> None:
-        self._while_cards.close()
+        self._while_on.close()
         self.machine.destroy()
-
-    @property
-    def cards(self) -> SimulatedNode:
-        """The machine's cards; without any until a test adds them. Their firmware lives."""
-        if self._cards is None:
-            root = self.machine.scratch / f"cards-{next(_numbers)}"
-            self._cards = SimulatedNode(root, nodes="mknod", numbers=OPENABLE)
-            self.prepare(self._cards)
-        return self._cards
 
     def host_number(self, bdf: str) -> tuple[int, int]:
         """Return the major and minor number of a chip's device file as it is now."""
         status = os.stat(self.cards.chip(bdf).device_node)
         return os.major(status.st_rdev), os.minor(status.st_rdev)
 
-    def prepare(self, cards: SimulatedNode) -> None:
-        """Start what runs for as long as there are these cards."""
-        self._while_cards.enter_context(Ticker(cards))
-
-    @property
-    def daemon(self) -> Daemon:
-        assert self._daemon is not None, "no daemon was started"
-        return self._daemon
-
     def start_daemon(self, config: str = "", interval: float = 5.0) -> None:
-        """Install the daemon and start it; interval: seconds between two polls."""
-        self._daemon = Daemon(self.machine, self.cards)
-        self._daemon.configure(config, interval)
-        self._daemon.start()
+        """Configure the daemon and start it; interval: seconds between two polls."""
+        self.daemon.configure(config, interval)
+        self.daemon.start()
 
-    def clear(self) -> None:
-        """Take out the daemon and the cards."""
-        if self._daemon is not None and self._daemon.process is not None:
-            self._daemon.stop()
-        self._while_cards.close()
-        self._daemon = self._cards = None
-
-    def wait_clear(self) -> None:
-        """Wait for the end of what was taken out, and remove what it has left."""
-        shutil.rmtree(self.machine.path(STATE_DIRECTORY), ignore_errors=True)
-
-    def last_words(self) -> str:
+    def last_words(self, lines: int = 40) -> str:
         """Return the end of the daemon's log."""
-        return tail(self._daemon.log) if self._daemon else ""
+        return tail(self.daemon.log, lines)

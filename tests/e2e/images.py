@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.e2e.builds import HERE, cached, digest
 from tests.e2e.pods import IMAGE
-from tests.e2e.steps import JSON
 
 APPLETS = "sh sleep ls cat env grep sort stat id dd mount true false test"
 
@@ -53,31 +52,20 @@ def busybox_layer() -> bytes:
 
 
 def image_archive(name: str, layer: bytes) -> bytes:
-    """Return an OCI image archive of one layer; the image sleeps unless told otherwise."""
-    blobs: dict[str, bytes] = {}
-    stored_layer = _store(blobs, layer, "layer.v1.tar")
+    """Return an archive, as of `docker save`, of an image that sleeps unless told otherwise."""
     config = {
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine),
         "os": "linux",
-        "rootfs": {"type": "layers", "diff_ids": [stored_layer["digest"]]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
         "config": {"Env": ["PATH=/bin"], "Entrypoint": ["/bin/sh", "-c", SLEEP]},
     }
-    described = {
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": _store(blobs, json.dumps(config).encode(), "config.v1+json"),
-        "layers": [stored_layer],
-    }
-    manifest = _store(blobs, json.dumps(described).encode(), "manifest.v1+json")
-    named = manifest | {"annotations": {"io.containerd.image.name": name}}
-
-    files = {f"blobs/sha256/{key}": content for key, content in blobs.items()}
-    files["oci-layout"] = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
-    files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [named]}).encode()
+    listed = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    files = {"manifest.json": listed, "config.json": config}
 
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path, content in files.items():
+        contents = {path: json.dumps(content).encode() for path, content in files.items()}
+        for path, content in {**contents, "layer.tar": layer}.items():
             member = tarfile.TarInfo(path)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
@@ -87,11 +75,3 @@ def image_archive(name: str, layer: bytes) -> bytes:
 def busybox_archive() -> bytes:
     """Return the archive of IMAGE, which pods have unless told otherwise, and pause containers."""
     return image_archive(IMAGE, busybox_layer())
-
-
-def _store(blobs: dict[str, bytes], content: bytes, media_type: str) -> JSON:
-    """Add a blob, by its digest; return its descriptor."""
-    key = hashlib.sha256(content).hexdigest()
-    blobs[key] = content
-    media_type = f"application/vnd.oci.image.{media_type}"
-    return {"mediaType": media_type, "digest": f"sha256:{key}", "size": len(content)}

@@ -19,6 +19,8 @@ COMMON: JSON = {
     "healthzPort": 0,
     "authentication": {"webhook": {"enabled": False}},
     "authorization": {"mode": "AlwaysAllow"},
+    "registerNode": True,
+    "contentType": "application/json",
     "enableControllerAttachDetach": False,
     "makeIPTablesUtilChains": False,
     "resolvConf": "",
@@ -33,7 +35,6 @@ COMMON: JSON = {
         "imagefs.inodesFree": "0%",
     },
 }
-WITH_API_SERVER: JSON = {"registerNode": True, "contentType": "application/json"}
 
 
 def kubeconfig(server: str) -> JSON:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,14 +48,12 @@ class Machine:
     needs another file system than a tmpfs, and short because paths of sockets have to be.
     """
 
-    def __init__(self, numa_nodes: int | None = None) -> None:
-        """numa_nodes: how many the kubelet is shown; the CPUs are dealt out to them."""
+    def __init__(self) -> None:
         self._held = Scratch()
         self.scratch = self._held.path
         self.cgroup = f"/{self.scratch.name}"
         self.logs = self.scratch / "logs"
         self.logs.mkdir()
-        self._numa_nodes = numa_nodes
         self._unshare: subprocess.Popen[bytes] | None = None
         self._init_pid = 0
 
@@ -92,9 +91,7 @@ class Machine:
             private.write_text(Path("/proc/sys", name).read_text())
             yield f"mount --bind {private} /proc/sys/{name}"
 
-        if self._numa_nodes is not None:
-            yield f"mount --bind {self._fake_numa(self._numa_nodes)} /sys/devices/system/node"
-
+        yield f"mount --bind {self._two_numa_nodes()} /sys/devices/system/node"
         yield f"busybox hostname {NODE_NAME}"
         yield "busybox ip link set lo up"
         yield f"busybox ip address add {NODE_ADDRESS}/32 dev lo"
@@ -104,23 +101,22 @@ class Machine:
         yield "echo on"
         yield "exec env --ignore-signal=CHLD cat"
 
-    def _fake_numa(self, nodes: int) -> Path:
-        """Make a /sys/devices/system/node with that many nodes; the first have the CPUs."""
+    def _two_numa_nodes(self) -> Path:
+        """Make a /sys/devices/system/node with two nodes, to which the CPUs are dealt out."""
         root = self.scratch / "numa"
         shutil.rmtree(root, ignore_errors=True)
 
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024 // nodes
-        for node in range(nodes):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024 // 2
+        for node, distance in enumerate(("10 20", "20 10")):
             directory = root / f"node{node}"
             directory.mkdir(parents=True)
             (directory / "meminfo").write_text(f"Node {node} MemTotal: {memory} kB\n")
-            distances = ("10" if other == node else "20" for other in range(nodes))
-            (directory / "distance").write_text(" ".join(distances))
+            (directory / "distance").write_text(distance)
 
         for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
-            (root / f"node{int(path.name[3:]) % nodes}" / path.name).symlink_to(path)
+            (root / f"node{int(path.name[3:]) % 2}" / path.name).symlink_to(path)
         for name in ("online", "possible", "has_cpu", "has_memory"):
-            (root / name).write_text(f"0-{nodes - 1}\n" if nodes > 1 else "0\n")
+            (root / name).write_text("0-1\n")
         return root
 
     def power_off(self) -> None:
@@ -141,7 +137,7 @@ class Machine:
         remove_cgroups(self.cgroup)
 
     def destroy(self) -> None:
-        """Switch off and leave nothing behind but the cached kubelets."""
+        """Switch off and leave nothing behind."""
         self.power_off()
         self._held.remove()
 
@@ -161,8 +157,10 @@ class Machine:
 
     def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the machine to its end."""
-        streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        return subprocess.run(self._entering(argv), timeout=HUNG, **streams)
+        command = self._entering(argv)
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HUNG
+        )
 
     def mount(self, *arguments: str) -> None:
         """Mount something, until the machine loses power."""
@@ -175,7 +173,7 @@ class Machine:
         return in_network(self._init_pid, lambda: socket.create_connection(address, LONG_PATIENCE))
 
     def listen(self, port: int) -> socket.socket:
-        """Listen on the machine's loopback device."""
+        """Listen on it."""
         return in_network(self._init_pid, lambda: socket.create_server(("127.0.0.1", port)))
 
     # What the host sees of it
@@ -283,12 +281,13 @@ def _child_of(pid: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def tail(log: Path) -> str:
-    """Return the end of a log file, without the kubelet's notes of what this harness asked it."""
+def tail(log: Path, lines: int = 40) -> str:
+    """Return the end of a log file, without what a kubelet says again and again."""
     if not log.exists():
         return "(no output)"
+    noise = re.compile("httplog.go|factory.go|generic.go|ignoring container")
     said = log.read_text(errors="replace").splitlines()
-    return "\n".join([line for line in said if "httplog.go" not in line][-40:])
+    return "\n".join([line for line in said if not noise.search(line)][-lines:])
 
 
 def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
@@ -308,24 +307,22 @@ def in_network(pid: int, make: Callable[[], socket.socket]) -> socket.socket:
 # --- Cgroups --------------------------------------------------------------------------------------
 
 
-def cgroup_hierarchies() -> Iterator[tuple[Path, bool]]:
-    """Yield the cgroup hierarchies, and whether it is version 2's with all controllers.
+def cgroup_hierarchies() -> list[Path]:
+    """Return where the cgroup hierarchies are mounted.
 
-    Beside version 1 there can be one of version 2 without them, in which runc makes cgroups, too.
+    Beside version 1 there can be one of version 2 without controllers; runc makes cgroups in it.
     """
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, where, kind, *_ = line.split()
-        if kind in ("cgroup", "cgroup2"):
-            yield Path(where), where == "/sys/fs/cgroup"
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return [Path(where) for _, where, kind, *_ in mounts if kind in ("cgroup", "cgroup2")]
 
 
 def make_cgroups(cgroup: str) -> None:
     """Make a cgroup of this name in every hierarchy, in which processes can run."""
-    for root, unified in cgroup_hierarchies():
+    for root in cgroup_hierarchies():
         ours = root / cgroup[1:]
         ours.mkdir(exist_ok=True)
 
-        if unified:
+        if root == Path("/sys/fs/cgroup"):  # version 2's, with all controllers
             names = (root / "cgroup.controllers").read_text().split()
             for directory in (root, ours):
                 text = " ".join(f"+{name}" for name in names)
@@ -340,19 +337,24 @@ def make_cgroups(cgroup: str) -> None:
 
 def kill_processes(cgroup: str) -> None:
     """Kill all processes in a cgroup of this name and all below it, in every hierarchy."""
-    for root, _ in cgroup_hierarchies():
-        for path, _, _ in os.walk(root / cgroup[1:]):
-            for pid in Path(path, "cgroup.procs").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    if pid != "0":  # a process outside of this PID namespace
-                        os.kill(int(pid), signal.SIGKILL)
+    for path in _cgroups(cgroup):
+        for pid in (path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                if pid != "0":  # a process outside of this PID namespace
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+def _cgroups(cgroup: str) -> Iterator[Path]:
+    """Yield a cgroup of this name and all below it, in every hierarchy; those within first."""
+    for root in cgroup_hierarchies():
+        for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
+            yield Path(path)
 
 
 def remove_cgroups(cgroup: str) -> None:
     """Remove a cgroup of this name and all below it, in every hierarchy, once they are empty."""
-    for root, _ in cgroup_hierarchies():
-        for path, _, _ in os.walk(root / cgroup[1:], topdown=False):
-            wait_until(partial(_removed, Path(path)), f"the cgroup {path} to empty")
+    for path in _cgroups(cgroup):
+        wait_until(partial(_removed, path), f"the cgroup {path} to empty")
 
 
 def _removed(cgroup: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Pods, as tests handle them: a manifest, and what the API says has become of it.
+"""Pods, as tests handle them: a manifest, and what the API server says has become of it.
 
 Standard library only, for scripts on virtual machines.
 """
@@ -9,8 +9,8 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
+from tests.e2e.apiserver import ApiServer
 from tests.e2e.steps import JSON
 from tests.world.processes import LONG_PATIENCE, wait_until
 
@@ -25,7 +25,6 @@ _numbers = itertools.count(1)
 def manifest(
     resources: Mapping[str, int | str],
     *,
-    name: str | None = None,
     containers: int = 1,
     command: Sequence[str] | None = None,
     once: bool = False,
@@ -35,15 +34,13 @@ def manifest(
 ) -> JSON:
     """Return a manifest: containers main, main-1, … that each ask for these resources and sleep.
 
-    name: another one for each manifest, if not given. command: instead of sleeping; once: it is not
-    started again; user: the containers', also their group; grace: seconds between SIGTERM and
-    SIGKILL.
+    command: instead of sleeping; once: it is not started again; user: the containers', also their
+    group; grace: seconds between SIGTERM and SIGKILL.
     """
     wanted = {resource: str(count) for resource, count in resources.items()}
     container: JSON = {
         "image": image,
-        "imagePullPolicy": "Never",
-        "resources": {"limits": wanted, "requests": dict(wanted)},
+        "resources": {"limits": wanted},
     }
     if command is not None:
         container["command"] = list(command)
@@ -53,41 +50,37 @@ def manifest(
         "hostNetwork": True,  # there is no network plugin
         "restartPolicy": "Never" if once else "Always",
         "terminationGracePeriodSeconds": grace,
-        "enableServiceLinks": False,
         "containers": [{"name": each, **container} for each in names],
     }
     if user is not None:
         spec["securityContext"] = {"runAsUser": user, "runAsGroup": user}
 
-    metadata = {"name": name or f"pod-{next(_numbers)}", "namespace": "default"}
+    metadata = {"name": f"pod-{next(_numbers)}", "namespace": "default"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 class Pod:
-    """A pod on some kind of node, which says in a subclass where the pod's object and log are."""
+    """A pod that an API server has."""
 
-    patience: ClassVar[float] = LONG_PATIENCE  # seconds after which what is awaited will not happen
-
-    def __init__(self, name: str, uid: str) -> None:
+    def __init__(
+        self, api: ApiServer, name: str, logs: Path, patience: float = LONG_PATIENCE
+    ) -> None:
+        """logs: the node's /var/log/pods; patience: seconds after which nothing will happen."""
+        found = api.pod(name)
+        assert found, f"there is no pod {name}"
         self.name = name
-        self.uid = uid
+        self.uid = str(found["metadata"]["uid"])
+        self.patience = patience
+        self._api = api
+        self._logs = logs
         self._former: set[str] = set()  # IDs of containers that have ended
-
-    def read(self) -> JSON | None:
-        """Return the pod's object, as `kubectl get` shows it; None if there is none."""
-        raise NotImplementedError
-
-    @property
-    def logs(self) -> Path:
-        """The node's /var/log/pods."""
-        raise NotImplementedError
 
     # State
 
     @property
     def status(self) -> JSON:
         """The object's status; empty if there is no object."""
-        found = self.read()
+        found = self._api.pod(self.name)
         return dict(found["status"]) if found else {}
 
     def containers(self) -> dict[str, str]:
@@ -97,7 +90,7 @@ class Pod:
 
     def is_running(self) -> bool:
         """Return whether each container runs, and is none that `forget_containers` was told of."""
-        found = self.read()
+        found = self._api.pod(self.name)
         if found is None:
             return False
 
@@ -121,14 +114,9 @@ class Pod:
             return None
         return f"{status.get('reason')}: {message}"
 
-    def has_finished(self) -> bool:
-        """Return whether the pod has gone, or needs its devices no longer for a scheduler."""
-        found = self.read()
-        return found is None or found["status"].get("phase") in ("Succeeded", "Failed")
-
     def output(self) -> list[str]:
         """Return the lines that container main has written, also before it was started again."""
-        files = self.logs.glob(f"default_{self.name}_{self.uid}/main/*.log")
+        files = self._logs.glob(f"default_{self.name}_{self.uid}/main/*.log")
         lines: list[str] = []
         for file in sorted(files, key=lambda each: int(each.stem)):
             # Of several containers that have ended, the kubelet keeps the last one's only.
@@ -143,7 +131,15 @@ class Pod:
         """Return what is known of a pod that is not as it should be."""
         return f"pod {self.name} is {self.status}; it wrote {self.output()[-5:]}"
 
-    # Waiting
+    # Deletion and waiting
+
+    def delete(self) -> None:
+        """Delete the pod in an orderly manner, and do not wait."""
+        self._api.delete_pod(self.name, grace=1)
+
+    def force_delete(self) -> None:
+        """Delete the pod's object at once: its containers run on for their grace."""
+        self._api.delete_pod(self.name)
 
     def outcome(self) -> Outcome:
         """Wait until the pod runs or is refused; return which."""
@@ -160,7 +156,11 @@ class Pod:
 
     def wait_finished(self) -> None:
         """Wait until a scheduler would give the pod's devices to another one."""
-        wait_until(self.has_finished, lambda: f"the end of {self.why()}", self.patience)
+        wait_until(
+            lambda: self.status.get("phase") in (None, "Succeeded", "Failed"),
+            lambda: f"the end of {self.why()}",
+            self.patience,
+        )
 
 
 def _identity(state: JSON) -> str:

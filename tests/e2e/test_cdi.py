@@ -75,7 +75,7 @@ class CdiHost(Site):
 @pytest.fixture(scope="module")
 def host(tools: None) -> Iterator[CdiHost]:
     """A host with an n300, a p300c (two chips), hugepages, and the daemon's file."""
-    with CdiHost() as host, host.for_one_test():
+    with CdiHost() as host:
         host.cards.add("n300")
         host.cards.add("p300c")
         host.cards.set_hugepages(4)
@@ -143,7 +143,7 @@ def test_pods_by_cdi() -> None:
     The kubelet is the oldest one; test_cgroup2.py has the newest.
     """
     trixie = containerd_of("trixie")
-    with Node(VERSIONS[0], static_pods=False, programs=trixie) as node:
+    with Node(VERSIONS[0], programs=trixie) as node:
         bdfs = [chip.bdf for _ in range(3) for chip in node.cards.add("n300")]
         node.cards.set_hugepages(4)
         node.start_daemon('device_list_strategy = "cdi"', interval=0.5)

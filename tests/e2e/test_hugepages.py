@@ -18,7 +18,6 @@ import pytest
 from tests.e2e.builds import VERSIONS
 from tests.e2e.node import NodePod
 from tests.e2e.watchednode import HOLD, ONE, WatchedNode, holding
-from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
 PAGES = 16
@@ -39,21 +38,17 @@ class HugepagesNode(WatchedNode):
         """Create a pod whose container maps a page; others: of holding()."""
         return self.add(holding(ONE, script=PAGE, **others))
 
-    def prepare(self, cards: SimulatedNode) -> None:
-        """Mount a hugetlbfs; what was mounted for other tests stays until the machine's end."""
-        super().prepare(cards)
-        place = cards.root / INSIDE[1:]
+    def power_on(self) -> None:
+        super().power_on()
+        place = self.cards.root / INSIDE[1:]
         place.mkdir(parents=True, exist_ok=True)
         options = f"pagesize=2M,size={2 * PAGES}M"
         self.machine.mount("-t", "hugetlbfs", "-o", options, "none", str(place))
 
-    def hugetlbfs(self, *path: str) -> Path:
-        """Return where a file in the machine's hugetlbfs is for the tests."""
-        return self.machine.root.joinpath(str(self.cards.root)[1:], INSIDE[1:], *path)
-
     def free(self) -> int:
         """Return how many pages no file has."""
-        return os.statvfs(self.hugetlbfs()).f_bfree
+        hugetlbfs = self.machine.root.joinpath(str(self.cards.root)[1:], INSIDE[1:])
+        return os.statvfs(hugetlbfs).f_bfree
 
 
 def wait_page(pod: NodePod) -> list[str]:
@@ -79,17 +74,11 @@ def reserved(count: int) -> Iterator[None]:
             setting.write_text(str(usual))
 
 
-@pytest.fixture(scope="module")
-def pages_node(tools: None) -> Iterator[HugepagesNode]:
-    """A node with the oldest kubelet; test_cgroup2.py has the newest."""
-    # Before the kubelet starts: it counts them only then.
-    with reserved(PAGES), HugepagesNode(VERSIONS[0]) as running:
-        yield running
-
-
 @pytest.fixture
-def node(pages_node: HugepagesNode) -> Iterator[HugepagesNode]:
-    with pages_node.for_one_test() as node:
+def node(tools: None) -> Iterator[HugepagesNode]:
+    """A node with the oldest kubelet."""
+    # Before the kubelet starts: it counts them only then.
+    with reserved(PAGES), HugepagesNode(VERSIONS[0]) as node:
         node.serve()
         yield node
 

@@ -18,7 +18,7 @@ DIRECTORY = "/run/features.d"
 @pytest.fixture
 def host(tools: None) -> Iterator[Site]:
     """A host with an empty directory of feature files."""
-    with Site() as site, site.for_one_test():
+    with Site() as site:
         site.machine.path(DIRECTORY).mkdir()
         yield site
 

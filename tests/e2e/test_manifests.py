@@ -56,15 +56,9 @@ class LargeNode(Node):
         self.machine.path("/run/ttdp/shm").mkdir(parents=True)  # the package's mount unit
 
 
-@pytest.fixture(scope="module")
-def large_node(tools: None) -> Iterator[LargeNode]:
-    with LargeNode(VERSIONS[-1]) as node:
-        yield node
-
-
 @pytest.fixture
-def node(large_node: LargeNode) -> Iterator[LargeNode]:
-    with large_node.for_one_test() as node:
+def node(tools: None) -> Iterator[LargeNode]:
+    with LargeNode(VERSIONS[-1]) as node:
         yield node
 
 

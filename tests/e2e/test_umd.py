@@ -16,16 +16,10 @@ from tests.e2e.node import N300, Node, NodePod
 from tests.world.processes import wait_until
 
 
-@pytest.fixture(scope="module")
-def umd_node(tools: None) -> Iterator[Node]:
+@pytest.fixture
+def node(tools: None) -> Iterator[Node]:
     """A node that has the image with tt-umd."""
     with Node(VERSIONS[-1], images=[umd.image()]) as node:
-        yield node
-
-
-@pytest.fixture
-def node(umd_node: Node) -> Iterator[Node]:
-    with umd_node.for_one_test() as node:
         yield node
 
 

@@ -1,52 +1,30 @@
-"""A node of whose pods it is known what they were given, and what they have open.
-
-Its cards are p300c, of two chips each.
-"""
+"""A node with two p300c, four chips, of whose pods it is known what they have open."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
+from tests.e2e.machine import Machine
 from tests.e2e.node import Node, NodePod
-from tests.e2e.openers import LOCKS, Openers
 from tests.e2e.pods import manifest
 from tests.e2e.steps import JSON
-from tests.world.checkpoint import Entry
 from tests.world.node import SimulatedNode
 from tests.world.processes import wait_until
 
 INTERVAL = 0.5  # seconds between two polls
-DOMAIN = "tenstorrent.com"
-P300 = f"{DOMAIN}/p300"
+PAUSE = 0.05  # seconds between two looks at the pods
+P300 = "tenstorrent.com/p300"
 ONE = {P300: 1}
 STUBBORN = 6  # seconds for which a pod that ignores SIGTERM runs on, unless a test says otherwise
-
-# Configurations, and their one resource.
-BOARDS, CARDS = 'unit = "board"\n', 'resource_naming = "card"\n'
-ELSEWHERE = 'resource_domain = "example.org"\n'
-SHARED = f"""
-[sharing]
-lock_dir = "/run{LOCKS}"
-[[sharing.resources]]
-name = "p300"
-replicas = 2
-"""
-RENAMED = f'{SHARED}rename = "p300-half"\n'
-RESOURCES = {
-    "": P300,
-    CARDS: f"{DOMAIN}/p300c",
-    BOARDS: f"{DOMAIN}/p300-board",
-    ELSEWHERE: "example.org/p300",
-    SHARED: P300,
-    RENAMED: f"{DOMAIN}/p300-half",
-}
 
 # What containers run: they open every device file that they have, and keep it open.
 HOLD = """
@@ -74,40 +52,89 @@ def holding(
     return manifest(resources, command=["sh", "-c", filled], grace=grace, **others)
 
 
-def chips_of(entry: Entry) -> set[str]:
-    """Return the PCI addresses of the chips that the daemon gave to a container."""
-    return {*entry.held.answer.envs["TT_DEVICE_PLUGIN_DEVICES"].split(",")}
+class Opener(NamedTuple):
+    """A process of a pod that has a chip's device file open."""
+
+    pid: int
+    pod: str  # its UID
+    chip: str
+    given: frozenset[str]  # the chips that its environment names; none while it starts
 
 
-W = TypeVar("W", bound="WatchedNode")
+class Openers:
+    """Looks 20 times a second, while the context lasts, who has which device file open.
+
+    No two pods may have the same one open, and none another one than it was given.
+    """
+
+    def __init__(self, machine: Machine, cards: SimulatedNode) -> None:
+        self.now: set[Opener] = set()
+        self.violations: list[str] = []
+        self.looks = 0
+        self._machine = machine
+        self._cards = cards
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="openers", daemon=True)
+
+    def __enter__(self) -> Openers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(PAUSE):
+            with self._cards.lock:  # no device file comes or goes meanwhile
+                self.now = set(self._look())
+                # One may have closed it while another's process was looked at.
+                if _foul(self.now) and (foul := _foul(self.now & set(self._look()))):
+                    self.violations.append(f"look {self.looks}: {foul}")
+            self.looks += 1
+
+    def _look(self) -> Iterator[Opener]:
+        chips = {
+            os.stat(chip.device_node).st_rdev: chip.bdf
+            for chip in self._cards.chips
+            if chip.ordinal is not None
+        }
+        for cgroup in self._machine.pod_cgroups():
+            uid = re.search(r"/pod([0-9a-f-]{36})(/|$)", str(cgroup))
+            assert uid is not None, cgroup
+            with contextlib.suppress(OSError):  # it has just gone
+                for pid in (cgroup / "cgroup.procs").read_text().split():
+                    yield from _opened(Path("/proc", pid), uid[1], chips)
+
+
+def _opened(process: Path, pod: str, chips: Mapping[int, str]) -> Iterator[Opener]:
+    """Yield a process for each device file that it has open."""
+    with contextlib.suppress(OSError):  # it has just ended
+        text = (process / "environ").read_text(errors="replace")
+        named = re.search(r"(?:^|\0)TT_DEVICE_PLUGIN_DEVICES=([^\0]+)", text)
+        given = frozenset(named[1].split(",") if named else ())
+        for descriptor in os.scandir(process / "fd"):
+            with contextlib.suppress(FileNotFoundError):
+                number = os.stat(descriptor.path).st_rdev
+                if number in chips:
+                    yield Opener(int(process.name), pod, chips[number], given)
+
+
+def _foul(openers: set[Opener]) -> list[Opener]:
+    """Return those that have another chip than they were given, or one that another pod has."""
+    given = [each for each in openers if each.given]
+    pods = {each.chip: each.pod for each in given}
+    return [each for each in given if each.chip not in each.given or each.pod != pods[each.chip]]
 
 
 class WatchedNode(Node):
-    """A node with an API server, of whose pods it is known what they have open."""
+    """A node of whose pods it is known what they have open."""
 
-    def __init__(self, version: str, policy: str = "none") -> None:
-        """`policy`: the Topology Manager's."""
-        super().__init__(version, static_pods=False, config={"topologyManagerPolicy": policy})
-        self._openers: Openers | None = None
-
-    @contextlib.contextmanager
-    def for_one_test(self: W) -> Iterator[W]:
-        """Have two p300c; at the end of the test, no two pods have had one chip."""
-        with super().for_one_test():
-            for _ in range(2):
-                self.cards.add("p300c")
-            yield self
-            self.assert_apart()
-
-    def prepare(self, cards: SimulatedNode) -> None:
-        super().prepare(cards)
-        self._openers = Openers(self.machine, cards)
-        self._while_cards.enter_context(self._openers)
-
-    @property
-    def openers(self) -> Openers:
-        assert self._openers is not None, "there are no cards"
-        return self._openers
+    def start(self) -> None:
+        super().start()
+        for _ in range(2):
+            self.cards.add("p300c")
+        self.openers = self._while_on.enter_context(Openers(self.machine, self.cards))
 
     def assert_apart(self) -> None:
         """Look once more, and tell whether any look has found two pods at one chip."""
@@ -125,10 +152,6 @@ class WatchedNode(Node):
         """Return how many container starts have waited for a pod, by the daemon's log."""
         return self.daemon.log.read_text().count("container start waits: ")
 
-    def configure(self, config: str) -> None:
-        """Write another configuration, for the daemon's next start or reload."""
-        self.daemon.configure(config, INTERVAL)
-
     def reconfigure(self, config: str) -> None:
         """Do what systemctl reload does, with another configuration."""
 
@@ -136,27 +159,25 @@ class WatchedNode(Node):
             return self.daemon.log.read_text().count("configuration reloaded")
 
         before = reloads()
-        self.configure(config)
-        self.daemon.reload()
+        self.daemon.configure(config, INTERVAL)
+        self.daemon.send(signal.SIGHUP)
         wait_until(lambda: reloads() > before, "the reload")
 
-    def wait_offered(self, config: str, held: Sequence[Entry] = ()) -> None:
-        """Wait until the kubelet has the IDs that were given, and those of all other chips."""
-        expected: dict[str, set[str]] = {}
-        for entry in held:
-            expected.setdefault(entry.resource, set()).update(entry.held.ids)
+    def wait_known(self, resource: str) -> None:
+        """Wait until the kubelet has had a list of a resource.
 
-        assert config not in (BOARDS, RENAMED), "whose IDs are others"
-        free = {chip.bdf for chip in self.cards.chips}.difference(*map(chips_of, held))
-        if config == SHARED:
-            free = {f"{bdf}::{n}" for bdf in free for n in range(2)}
-        if free:
-            expected.setdefault(RESOURCES[config], set()).update(free)
+        Before that it admits a pod that wants one, without it, and never makes the container. A
+        scheduler gives no such pod to the node.
+        """
 
-        wait_until(
-            lambda: self.kubelet.allocatable() == expected,
-            lambda: f"{expected} to be offered; there is {self.kubelet.allocatable()}",
-        )
+        def is_known() -> bool:
+            # There is none while a kubelet that has lost it has had no list at all.
+            if not self.kubelet.checkpoint.exists():
+                return False
+            written = json.loads(self.kubelet.checkpoint.read_text())["Data"]
+            return resource in written["RegisteredDevices"]
+
+        wait_until(is_known, f"a list of {resource}")
 
     # Pods
 
@@ -170,36 +191,9 @@ class WatchedNode(Node):
         self.wait_holds(pod)
         return pod
 
-    def wait_known(self, resource: str) -> None:
-        """Wait until the kubelet has had a list of a resource.
-
-        Before that it admits a pod that wants one, without it, and never makes the container. A
-        scheduler gives no such pod to the node.
-        """
-
-        def is_known() -> bool:
-            # There is none while a kubelet that has lost it has had no list at all.
-            return (
-                self.kubelet.checkpoint.exists()
-                and resource in self._written()["RegisteredDevices"]
-            )
-
-        wait_until(is_known, f"a list of {resource}")
-
-    def _written(self) -> JSON:
-        """Return what the kubelet has written down."""
-        return dict(json.loads(self.kubelet.checkpoint.read_text())["Data"])
-
-    def held(self, *pods: NodePod) -> list[Entry]:
-        """Return what the kubelet has written down that these pods were given."""
-        uids = {pod.uid for pod in pods}
-        data = self._written()
-        entries = [Entry.parse(item) for item in data["PodDeviceEntries"] or ()]
-        return [entry for entry in entries if entry.uid in uids]
-
     def opened(self, pod: NodePod) -> set[str]:
-        """Return the chips that a pod has open."""
-        return self.openers.of(pod.uid)
+        """Return the chips whose device files a pod had open at the last look."""
+        return {each.chip for each in self.openers.now if each.pod == pod.uid}
 
     def wait_holds(self, *pods: NodePod) -> None:
         """Wait until these pods have something open."""
@@ -208,30 +202,10 @@ class WatchedNode(Node):
 
     def processes(self, pod: NodePod) -> set[int]:
         """Return the processes that have a pod's device files open."""
-        return {each.host_pid for each in self.openers.now if each.pod == pod.uid}
-
-    def started_at(self, pod: NodePod) -> float:
-        """Return when the first process started that has a pod's device files open.
-
-        That is a time of CLOCK_BOOTTIME.
-        """
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.processes(pod)]
-        ticks = [int(stat.rpartition(")")[2].split()[19]) for stat in stats]  # starttime
-        return min(ticks) / os.sysconf("SC_CLK_TCK")
+        return {each.pid for each in self.openers.now if each.pod == pod.uid}
 
     def signal(self, pod: NodePod, number: signal.Signals) -> None:
         """Send a signal to the processes that have a pod's device files open."""
         for pid in self.processes(pod):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-    def crash(self, pod: NodePod) -> None:
-        """Kill a pod's container, and wait until it has been started again."""
-        before = self.processes(pod)
-        self.signal(pod, signal.SIGKILL)
-
-        def again() -> bool:
-            now = self.processes(pod)
-            return bool(now) and now.isdisjoint(before)
-
-        wait_until(again, lambda: f"a container to start again: {pod.why()}")
