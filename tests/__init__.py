@@ -4,7 +4,7 @@ Run them:
 
     make test                                                 all that need no root, in two minutes
     .venv/bin/python -m pytest tests/test_health.py           one file
-    .venv/bin/python -m pytest tests/test_health.py -k stall  the tests with that word in their name
+    .venv/bin/python -m pytest tests/test_health.py -k dead   the tests with that word in their name
     make e2e-systemd                                          as root; see CONTRIBUTING.md
     .venv/bin/python -m pytest -vv tests/e2e/test_pods.py     one file of these, after make pyz deb
 
@@ -12,9 +12,9 @@ Layout, by chapter of ttdp.py:
 
     CONFIGURATION                     test_config, golden/config
     INVENTORY                         test_inventory
-    HEALTH                            test_health
+    HEALTH                            test_health: what is read; test_chips: the rules
     CHIPS                             test_chips: over time; test_resources: their places
-    RESOURCES, DECISION               test_resources
+    RESOURCES, DECISION               test_resources; the lists are in golden/reports
     HOLDS                             test_holds, test_holds_explored, test_ownership
       its directories                 test_directories
     PREFERRED ALLOCATION              test_preferred
@@ -29,7 +29,6 @@ Layout, by chapter of ttdp.py:
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
     COMMAND LINE                      test_golden, test_cli, test_list, test_fix
-    several, in random order          test_sequences; make fuzz makes more of them
     packaging/, README, man page      test_start, test_versions, test_texts
     the package's files, make         test_postinst, test_sbom, test_make
     needs the real thing              e2e/: kubelets, containerd, systemd, udev, podman, Prometheus
@@ -38,8 +37,8 @@ Where a new test goes: to the chapter that it is about, into the nearest world i
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
 simulated node (the example below), what a command prints by a text in golden (test_golden); what
 only a real kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have
-it only if they find other faults: who has a chip is one rule each in test_holds, any order of
-events in test_holds_explored, calls and loop in test_ownership, a real kubelet's doing in e2e.
+it only if they find other faults: who has a chip is any order of events in test_holds_explored,
+calls and loop in test_ownership and test_container_starts, and in e2e what real kubelets do.
 
 Helpers:
 
