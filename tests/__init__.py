@@ -24,7 +24,7 @@ Layout, by chapter of ttdp.py:
     FILES                             test_files
     SYSTEMD                           test_systemd
     KERNEL EVENTS                     test_events
-    HOST, DAEMON                      test_daemon, test_reload
+    HOST, DAEMON                      test_daemon
     REQUESTS                          test_requests, test_container_starts
     REGISTRATION                      test_registration
     CONNECTIONS                       test_connections
@@ -52,7 +52,7 @@ Helpers:
     world/kubelet.py   the reference kubelet, as strict as all versions together
     world/data/        recordings of the real driver, which test_node compares the node with
     e2e/conftest.py    the map of e2e: nodes with a real kubelet, booted Debians, guests
-    bench.py, soak.py  costs and leaks; demo.py: what make demo shows
+    bench.py           costs and leaks; demo.py: what make demo shows
 
 A test of the daemon in this process begins like this one. It waits for a condition, with
 kubelet.wait_for(), or until() of world/processes.py, and never sleeps.
