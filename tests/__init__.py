@@ -37,8 +37,8 @@ Where a new test goes: to the chapter that it is about, into the nearest world i
 is true. A pure function has a property or a table (chips.py). What the daemon does is tested on the
 simulated node (the example below), what a command prints by a text in golden (test_golden); what
 only a real kubelet, runtime or systemd can show, in e2e. Each promise stands once. Two levels have
-it only if they find other faults: who has a chip is one rule each in test_holds, any order of
-events in test_holds_explored, calls and loop in test_ownership, a real kubelet's doing in e2e.
+it only if they find other faults: who has a chip is any order of events in test_holds_explored,
+calls and loop in test_ownership and test_container_starts, and in e2e what real kubelets do.
 
 Helpers:
 
