@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from generated import deviceplugin_pb2 as pb
 
 CHECKPOINT = "kubelet_internal_checkpoint"
-Corruption = Literal["missing", "empty", "truncated", "garbage", "checksum"]
+Corruption = Literal["missing", "garbage"]
 
 
 @dataclass(slots=True)
@@ -101,16 +101,9 @@ class CheckpointFile:
         is_whole = self.path.is_file() and self.path.read_bytes() == self._latest.json()
         return self._latest if is_whole else Snapshot([], {})
 
-    def corrupt(self, how: Corruption) -> None:
-        """Damage the file until the next write."""
-        whole = self.path.read_bytes() if self.path.is_file() else Snapshot([], {}).json()
-        contents = {
-            "empty": b"",
-            "truncated": whole[: len(whole) // 2],
-            "garbage": random.Random(1).randbytes(512),
-            "checksum": whole.replace(b'"Checksum":', b'"Checksum":1'),
-        }
+    def corrupt(self, how: Corruption | bytes) -> None:
+        """Remove the file, or replace it by garbage or by these bytes, until the next write."""
         if how == "missing":
             self.path.unlink(missing_ok=True)
         else:
-            replace(self.path, contents[how])
+            replace(self.path, how if isinstance(how, bytes) else random.Random(1).randbytes(512))
