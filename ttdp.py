@@ -1322,7 +1322,7 @@ def judge(
         text = f"heartbeat stalled at {vitals.heartbeat} (firmware stopped)"
         return Fault(Kind.STALLED, text)
 
-    if vitals.is_hot:
+    if vitals.is_hot and limit is not None:
         degrees = "" if reading.temperature is None else f"{reading.temperature:.1f} °C, "
         return Fault(Kind.HOT, f"too hot: {degrees}limit {limit:g} °C; check the cooling")
 

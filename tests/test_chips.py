@@ -75,7 +75,7 @@ class Model:
         silence = 0 if self.silent_since is None else reading.at - self.silent_since
         rules = {
             Kind.STALLED: self.misses >= 2,
-            Kind.HOT: self.is_hot,
+            Kind.HOT: self.is_hot and limit is not None,
             Kind.TRIPPED: reading.at - self.tripped_at < 300,
             Kind.SILENT: silence >= 10 and self.had_telemetry,
         }
@@ -119,8 +119,10 @@ steps = st.tuples(
     st.sampled_from([0.5, 9.5, 10.0, 299.5, 300.0]),
     st.sampled_from([*[(None, FUNCTION)] * 12, *SCANS]),
     # None: there is none yet; "late": from before the chip was renumbered.
-    st.tuples(st.sampled_from(READINGS), st.sampled_from([80.0, 80.0, 80.0, 84.9, None]))
-    | st.tuples(st.sampled_from([{}, {}, {}, DEAD, None, "blocked", "late"]), st.just(80.0)),
+    st.tuples(
+        st.sampled_from(READINGS) | st.sampled_from([{}, {}, {}, DEAD, None, "blocked", "late"]),
+        st.sampled_from([80.0, 80.0, 80.0, 84.9, None]),
+    ),
     st.sampled_from([False] * 9 + [True]),
 )
 

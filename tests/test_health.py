@@ -110,6 +110,7 @@ def test_a_chip_that_is_removed_between_scan_and_read_shows_nothing(card: Card) 
         ("temp1_input", "1000000", None),
         ("temp1_input", "65535500", None),  # -0.5 °C: the driver shows no sign
         ("temp1_max", "0", None),
+        ("tt_therm_trip_count", "4294967295", None),  # of a dead chip
         ("current_link_speed", "2.5 GT/s PCIe", 2.5e9),
         ("current_link_speed", "5 GT/s", 5e9),  # before Linux 5.8
         ("current_link_speed", "Unknown", None),
@@ -135,6 +136,7 @@ def test_values_are_read_in_base_units_and_what_means_nothing_is_none(
         "tt_fw_bundle_ver": reading.identity.firmware,
         "temp1_input": reading.temperature,
         "temp1_max": reading.throttles_at,
+        "tt_therm_trip_count": reading.trips,
         **reading.sensors,
     }
     assert values.get(attribute) == value

@@ -41,10 +41,10 @@ BACK_OFF = 0.2  # seconds until a container is tried again (the original: 0.2 to
 class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
     """A kubelet that serves in `directory`, and the pods of its node.
 
-    Its end forgets all but the checkpoint; pods run on. When all resources are listed again (a test
-    can say when `plugins_are_back`), or after `pods_come` seconds (the original: 0.8), a start
-    admits the existing pods again, and kills those that it rejects (`killed`). `host` shows pods'
-    processes. Methods take a pod's name, for the latest pod of that name, or its UID.
+    Its end forgets all but the checkpoint; pods run on. When all resources are listed again, or
+    after `pods_come` seconds (the original: 0.8), a start admits the existing pods again, and kills
+    those that it rejects (`killed`). `host` shows pods' processes. Methods take a pod's name, for
+    the latest pod of that name, or its UID.
     """
 
     def __init__(
@@ -75,14 +75,12 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self.pods = Pods()
         self.manager = DeviceManager(self.directory, self.log, self.file, self.pods)
         self.pods_come = pods_come
-        self.plugins_are_back: Callable[[], bool] | None = None
         self._admission = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
 
         # Their containers.
         self.runtime = Runtime(host, self.log)
         self._starts: dict[Pod, asyncio.Task[None]] = {}  # of containers
-        self._keeps_cgroups = False
 
     async def __aenter__(self) -> Kubelet:
         await self.start()
@@ -242,7 +240,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             return all(map(self.manager.plugins.is_listed, resources))
 
         with contextlib.suppress(TimeoutError):
-            await self.wait_for(self.plugins_are_back or plugins_are_back, self.pods_come)
+            await self.wait_for(plugins_are_back, self.pods_come)
 
         for pod in [each for each in self.pods if each.wanted]:
             if not pod.over:
@@ -342,7 +340,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
         def finish() -> None:
             self.runtime.stop(pod)
-            pod.over, pod.has_cgroup = True, self._keeps_cgroups
+            pod.over, pod.has_cgroup = True, False
             self.runtime.show(pod)
 
         self._leave(pod, finish)
@@ -387,14 +385,6 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self.log.record("exited", pod=pod, container=found.container)
         if self.alive and found.known:
             self._work(found)
-
-    def keep_cgroups(self, kept: bool = True) -> None:
-        """Keep the empty cgroups of pods that end, until not `kept`."""
-        self._keeps_cgroups = kept
-        for pod in self.pods:
-            if pod.over and not kept:
-                pod.has_cgroup = False
-                self.runtime.show(pod)
 
 
 # ------------------------------------------------------------------------------ as a process
