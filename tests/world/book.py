@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -67,11 +66,6 @@ class BookWorld:
         self.book = HoldBook(self.settings, saved)
         if connected is not None:
             self.book.note_stream(now - connected, is_open=True)
-
-    def restarted(self, connected: float | None = ALWAYS) -> BookWorld:
-        """Return the world with the next daemon of this boot, and what that knows."""
-        saved = ttdp.saved_holds(json.loads(json.dumps(self.book.to_saved())))
-        return BookWorld(self.home, saved, self.now, connected=connected)
 
     # The kubelet
 
