@@ -130,3 +130,23 @@ async def test_a_pods_id_stays_while_kubelet_and_pods_are_stopped(
     await kubelet.start()
     await kubelet.running("train", "main")
     assert kubelet.killed == []
+
+
+async def test_a_resource_that_has_ended_does_not_come_back_for_a_pod_that_has_ended(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream that the daemon closes tells nothing about the kubelet.
+
+    Kubelets keep the entry of a pod that has ended until they admit another one with devices.
+    """
+    monkeypatch.setattr(ttdp, "STARTED_WITHIN", 0.5)
+    (chip,) = node.add("p150a")
+    daemon = await start(interval=0.05)
+    await kubelet.run_pod("job", P150)
+    kubelet.complete("job")
+    await until(lambda: daemon.decision.holds == [])
+
+    daemon.reload(exclude=(chip.bdf,))
+    await until(lambda: not kubelet.manager.plugins.is_listed(P150))
+    await polls(daemon)
+    assert not daemon.sessions and daemon.decision.holds == []
