@@ -6,9 +6,11 @@ import asyncio
 import gc
 import itertools
 import os
+import socket
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -195,6 +197,38 @@ async def test_whatever_disturbs_a_registration_it_is_made_again(
     assert ("Traceback" in caplog.text) is (how == "a bug")
     assert len(plugin_sockets(directory)) == kubelet.manager.plugins.open_streams == 1
     assert kubelet.find("register")[-1].at - began >= 0.2 * is_ended_here
+
+
+async def test_a_socket_on_which_nobody_answers_is_tried_until_a_kubelet_does(
+    start: StartDaemon, node: SimulatedNode, directory: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is no failure: kubelets end and start. While none listens no server is made in vain."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(ttdp, "BACKOFF", (0.01, 0.01))
+    looks = Mock(wraps=ttdp.why_not_listening)
+    monkeypatch.setattr(ttdp, "why_not_listening", looks)
+    directory.mkdir()
+    text = "waiting for kubelet (its socket is closed)"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.setblocking(False)
+        listening.bind(str(directory / ttdp.KUBELET_SOCKET))
+        listening.listen()
+        daemon = await start(interval=AN_HOUR)
+        while daemon.state(N150) != text:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            connection.close()
+
+    await until(lambda: not plugin_sockets(directory))
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "add_insecure_port", Mock(side_effect=RuntimeError))
+        seen = looks.call_count
+        await until(lambda: looks.call_count > seen + 3)
+        assert daemon.state(N150) == text
+    assert [each.levelname for each in caplog.records if text in each.message] == ["INFO"]
+
+    async with kubelet_of(node, directory) as kubelet:
+        await kubelet.registered(N150)
 
 
 async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
