@@ -298,6 +298,7 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
         await other.registered(N150)
         await other.registered(P150)
     assert f"{P150}: the kubelet has restarted; registering again" in caplog.messages
+    await until(lambda: daemon.state(P150) != ttdp.REGISTERED)
     assert daemon.view()["problems"] == []  # there is none to register with
 
 
