@@ -4403,13 +4403,15 @@ class Endpoint(rpc.DevicePluginServicer):
         rpc.add_DevicePluginServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
 
     async def open(self) -> None:
-        """Serve on the socket; raises OSError, without the reason, which gRPC hides."""
+        """Serve on the socket; raises OSError, of gRPC without the reason, which it hides."""
         try:
             self._server.add_insecure_port(f"unix:{self._path}")
         except RuntimeError:
             raise OSError(f"cannot create sockets in {self._directory}") from None
         await self._server.start()
         self._own = file_stamp(self._path)
+        if self._own is None:  # a kubelet that starts deletes all sockets
+            raise OSError("the plugin's socket was deleted at once")
 
     async def close(self, grace: float | None) -> None:
         """Remove the socket, and end all calls, after this time.

@@ -135,6 +135,7 @@ async def test_every_stream_gets_a_changed_list_at_once_and_an_unchanged_one_nev
 DISTURBANCES = {
     "stream": "kubelet closed the ListAndWatch stream; registering again",
     "socket": "the plugin's socket was deleted; registering again",
+    "new socket": "the plugin's socket was deleted at once",
     "refused": r"kubelet rejected Register: it is not \x1bwelcome",
     "no answer": "kubelet did not answer Register within 1 s",
     "no stream": "kubelet accepted Register but opened no ListAndWatch stream; retrying",
@@ -153,11 +154,22 @@ async def disturb(how: str, kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None
     def fail(*_: object) -> None:
         raise (TypeError if how == "a bug" else RuntimeError)
 
-    if how == "socket":
+    def delete() -> None:
         (name,) = plugin_sockets(kubelet.directory)
         (kubelet.directory / name).unlink()
+
+    begin = Server.start
+
+    async def lose(server: Server) -> None:
+        await begin(server)
+        delete()
+
+    if how == "socket":
+        delete()
         return
-    if how == "refused":
+    if how == "new socket":
+        patch.setattr(Server, "start", lose)
+    elif how == "refused":
         kubelet.refuse_with(UNKNOWN, "it\nis not \x1bwelcome", times=3)
     elif how == "no answer":
         patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
