@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ttdp
-from tests.conftest import unshared
+from tests.conftest import no_descriptors, unshared
 from tests.world.captures import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import finished
@@ -96,6 +96,20 @@ async def test_messages_that_wait_together_wake_the_loop_once_if_one_is_of_our_d
 ) -> None:
     """Only the kernel's are believed; an error can mean that some were lost."""
     assert await wakes_for(monkeypatch, *waiting) == wakes
+
+
+def test_without_kernel_events_the_daemon_polls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user namespace has none: one line."""
+    monkeypatch.setattr(ttdp, "open_uevent_socket", no_descriptors)
+    uevents = ttdp.UeventSocket(lambda: None)
+
+    uevents.open()
+    uevents.close()
+
+    line = "cannot receive kernel events (Too many open files); polling instead"
+    assert caplog.messages == [line]
 
 
 REAL = """

@@ -47,6 +47,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         assert not any(event.fields["unhealthy_ids"] for event in lists)
 
     async with RunningDaemon(node, settings):
+        await kubelet.wait_for(lambda: kubelet.healthy(P150) == chips)
         await kubelet.run_pod("next", P150)
         assert chips_of(kubelet, "next") == chips - chips_of(kubelet, "train")
 

@@ -21,7 +21,7 @@ from generated import deviceplugin_pb2 as pb
 from tests.conftest import StartDaemon, client, kubelet_of, plugin_sockets, polls
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
-from tests.world.processes import until
+from tests.world.processes import PATIENCE, until
 from tests.world.reference import another_plugin
 from tests.world.simulation import RunningDaemon
 
@@ -209,6 +209,24 @@ async def test_whatever_disturbs_a_registration_it_is_made_again(
     assert ("Traceback" in caplog.text) is (how == "a bug")
     assert len(plugin_sockets(directory)) == kubelet.manager.plugins.open_streams == 1
     assert kubelet.find("register")[-1].at - began >= 0.2 * is_ended_here
+
+
+async def test_a_server_that_cannot_stop_delays_neither_the_next_registration_nor_the_end(
+    daemon: RunningDaemon, kubelet: Kubelet, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a client is stopped (SIGSTOP) that has more to read than a connection holds."""
+    end = Server.stop
+
+    async def never_end(server: Server, grace: float | None) -> None:
+        await end(server, grace)
+        await asyncio.sleep(AN_HOUR)
+
+    monkeypatch.setattr(Server, "stop", never_end)
+    await disturb("socket", kubelet, monkeypatch)
+    await kubelet.wait_for(lambda: len(kubelet.find("list")) == 2)
+
+    assert await asyncio.wait_for(daemon.stop(), PATIENCE) == 0
+    assert plugin_sockets(directory) == []
 
 
 async def test_a_socket_on_which_nobody_answers_is_tried_until_a_kubelet_does(

@@ -87,6 +87,31 @@ async def test_a_link_is_waited_for_while_udev_runs(
     assert {each.host_path for each in answer.devices} == {str(path), str(other.by_pci)}
 
 
+async def test_with_cdi_a_pod_gets_names_unless_the_file_cannot_be_written(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path, short_tmp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nothing waits for udev's link: the runtime takes the host path from the CDI file."""
+    monkeypatch.setattr(ttdp, "LINK_TIMEOUT", AN_HOUR)
+    one, _ = node.chips
+    one.by_pci.unlink()
+    file = short_tmp / "cdi" / ttdp.CDI_FILE
+    file.mkdir(parents=True)
+    daemon = await start(interval=0.1, device_list_strategy="cdi")
+    await kubelet.registered(N150)
+    problem = f"{file} cannot be written: Is a directory"
+    await until(lambda: problem in daemon.status)
+
+    async with client(directory) as stub:
+        call = allocation([one.bdf])
+        assert await refusal(stub.Allocate(call)) == ("UNAVAILABLE", problem)
+        file.rmdir()
+        await until(lambda: problem not in daemon.status)
+        (answer,) = (await asyncio.wait_for(stub.Allocate(call), PATIENCE)).container_responses
+    assert [each.name for each in answer.cdi_devices] == [f"tenstorrent.com/device={one.bdf}"]
+    assert not answer.devices and not answer.mounts
+
+
 # -- changes while a request is answered -----------------------------------------------------------
 
 
@@ -171,6 +196,21 @@ async def test_a_refusal_names_the_device_and_is_counted(
     for result, count in ("granted", 1), ("refused", 3):
         line = f'tt_allocations_total{{resource="{N150}",result="{result}"}} {count}'
         assert line in metrics
+
+
+async def test_an_id_that_has_just_left_the_list_is_no_error_in_a_question(
+    node: SimulatedNode, kubelet: Kubelet, start: StartDaemon, directory: Path
+) -> None:
+    """The kubelet still has the former list."""
+    good, excluded = (chip.bdf for chip in node.chips)
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    daemon.reload(exclude=(excluded,))
+    await kubelet.wait_for(lambda: kubelet.healthy(N150) == {good})
+
+    async with client(directory) as stub:
+        answer = await stub.GetPreferredAllocation(preference(excluded, good))
+    assert answer.container_responses[0].deviceIDs == [good]
 
 
 async def test_garbage_gets_an_error_and_harms_nobody(
