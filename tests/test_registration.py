@@ -20,7 +20,7 @@ from tests.conftest import StartDaemon, client, kubelet_of, plugin_sockets, poll
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import until
-from tests.world.reference import another_plugin
+from tests.world.reference import Plugin
 from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
@@ -193,7 +193,7 @@ async def test_whatever_disturbs_a_registration_it_is_made_again(
     await kubelet.run_pod("pod", N150)
     assert daemon.state(N150) == ttdp.REGISTERED and caplog.messages.count(line) == 1
     assert ("Traceback" in caplog.text) is (how == "a bug")
-    assert len(plugin_sockets(directory)) == kubelet.manager.plugins.open_streams == 1
+    assert len(plugin_sockets(directory)) == len(kubelet.manager.plugins.streams) == 1
     assert kubelet.find("register")[-1].at - began >= 0.2 * is_ended_here
 
 
@@ -267,13 +267,13 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
     assert daemon.view()["problems"] == []  # there is none to register with
 
 
-async def test_another_plugin_with_the_same_name_is_a_problem_while_it_is_listed(
+async def test_Plugin_with_the_same_name_is_a_problem_while_it_is_listed(
     node: SimulatedNode, daemon: RunningDaemon, kubelet: Kubelet
 ) -> None:
     """The checkpoint has IDs that the daemon gives in no configuration; IDs of former ones do."""
     text = "another device plugin has registered this resource; stop that plugin"
     for ids, is_reported in ((["theirs"], True), (["0000:c0::1", "0000:77:00.0"], False)):
-        async with another_plugin(kubelet, N150, *ids):
+        async with Plugin(kubelet, N150, *ids):
             await kubelet.wait_for(lambda: kubelet.healthy(N150) == {*ids})  # noqa: B023
             await until(lambda: (text in map(str, daemon.problems)) is is_reported)  # noqa: B023
 

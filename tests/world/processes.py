@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pty
 import re
 import shutil
 import signal
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tests.world.node import SimulatedNode
 
@@ -74,24 +73,16 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 # -- place and environment -------------------------------------------------------------------------
-MEMORY = "/dev/shm"
-
-
-def is_usable(memory: str) -> bool:
-    """Return whether trees can be there. In containers it is small, and nothing there can run."""
-    return os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
-
-
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
     """Give a temporary directory with a path that is short enough for a unix socket.
 
     It is in memory if possible: a node has hundreds of files, a Galaxy 2,500, and to make and
-    remove them takes five times as long on a disk.
+    remove them takes five times as long on a disk. A container's is small, and nothing can run.
     """
-    is_short = len(os.fsencode(tempfile.gettempdir())) <= 24
-    place = MEMORY if is_usable(MEMORY) else None if is_short else "/tmp"
-    path = Path(tempfile.mkdtemp(prefix="tt-", dir=place))
+    memory = "/dev/shm"
+    has_memory = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir=memory if has_memory else "/tmp"))
     try:
         yield path
     finally:
@@ -111,72 +102,31 @@ def environment(*python_path: Path, **more: str) -> dict[str, str]:
     return kept | more
 
 
-def finished(
-    command: Sequence[str | Path],
-    environ: Mapping[str, str] | None = None,
-    *,
-    stderr: int | IO[str] = subprocess.PIPE,
-) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; `environ` is added to the present environment."""
+def finished(command: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `more` is added to its environment."""
+    environ = environment(ROOT, **more)
     return subprocess.run(
-        [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
-        stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=LONG_PATIENCE,
-    )  # fmt: skip
-
-
-def on_terminal(
-    command: Sequence[str], environ: Mapping[str, str], question: str, answer: str
-) -> tuple[int, str]:
-    """Run a program on a terminal, and type an answer whenever it ends its output with a question.
-
-    Returns its exit status, and all that is to be seen.
-    """
-    limited = ["timeout", "--foreground", f"{PATIENCE}", *command]
-    terminal, end = pty.openpty()
-    with subprocess.Popen(
-        limited, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
-    ) as process:
-        os.close(end)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: the program has ended
-            while True:
-                shown += os.read(terminal, 65536)
-                if shown.endswith(question.encode()):
-                    os.write(terminal, f"{answer}\n".encode())
-    os.close(terminal)
-    return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
+        command, env=environ, capture_output=True, text=True, timeout=LONG_PATIENCE
+    )
 
 
 # -- services --------------------------------------------------------------------------------------
-class Note(NamedTuple):
-    """A notification of a service to its manager, one datagram; it can have several lines."""
-
-    at: float
-    text: str
-
-
-class NotifySocket:
+class NotifySocket(socket.socket):
     """A service manager's end of $NOTIFY_SOCKET."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = str(path)
         path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(self.address)
+        self.bind(self.address)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> list[Note]:
-        notes = []
+    def receive(self) -> list[str]:
+        """Return the notifications that have come; each can have several lines."""
+        texts = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                text = self._socket.recv(65536).decode(errors="replace")
-                notes.append(Note(time.monotonic(), text))
-        return notes
-
-    def close(self) -> None:
-        self._socket.close()
+                texts.append(self.recv(65536).decode(errors="replace"))
+        return texts
 
 
 class Service:
@@ -188,9 +138,9 @@ class Service:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], notify: Path
     ) -> None:
-        """Args: notify: the path of its NOTIFY_SOCKET."""
+        """notify: the path of its NOTIFY_SOCKET."""
         self.lines: list[tuple[float, str]] = []
-        self.notes: list[Note] = []
+        self.notes: list[tuple[float, str]] = []
         self.started = 0.0
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
@@ -235,7 +185,7 @@ class Service:
         return [text for _, text in self.notes]
 
     def _notified(self) -> None:
-        self.notes += self._manager.receive()
+        self.notes += [(time.monotonic(), text) for text in self._manager.receive()]
         self._happened.set()
 
     async def _read(self) -> None:
@@ -267,15 +217,15 @@ class Service:
         words = sorted([*self.lines, *((at, text.replace("\n", " ")) for at, text in self.notes)])
         return "".join(f"\n    {text}" for _, text in words[-12:])
 
-    async def note(self, wanted: str) -> Note:
-        """Return the next notification with a line that begins like this, and skip those before."""
+    async def note(self, wanted: str) -> float:
+        """Return when the next notification with a line that begins so came; skip those before."""
 
-        def found() -> Note | None:
+        def found() -> float | None:
             while self._awaited < len(self.notes):
-                note = self.notes[self._awaited]
+                at, text = self.notes[self._awaited]
                 self._awaited += 1
-                if any(line.startswith(wanted) for line in note.text.splitlines()):
-                    return note
+                if f"\n{wanted}" in f"\n{text}":
+                    return at
             return None
 
         return await self.wait_for(found, f"no {wanted}")
@@ -292,7 +242,7 @@ class Service:
 
     async def ready(self) -> float:
         """Return the seconds from before the exec until READY=1."""
-        return (await self.note("READY=1")).at - self.started
+        return await self.note("READY=1") - self.started
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)

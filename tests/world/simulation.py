@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import ttdp
+from tests.chips import kind_of
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.tree import errno_of
@@ -99,9 +100,6 @@ class RunningDaemon:
         """Return whether systemd has received a message that begins so."""
         return any(note.startswith(beginning) for note in self.notes)
 
-    def forget_notes(self) -> None:
-        self.notes.clear()
-
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
         self._errors.enter_context(patch.object(ttdp, "open_uevent_socket", lambda: self._events))
@@ -165,11 +163,7 @@ class RunningDaemon:
     async def sees(self, bdf: str, kind: ttdp.Kind | None) -> None:
         """Wait until it sees that a chip has a fault of this kind; None: that it is healthy."""
 
-        def kind_now() -> ttdp.Kind | None:
-            fault = self.chip(bdf).fault
-            return fault.kind if fault else None
-
-        await until(lambda: kind_now() is kind, f"{kind} of {bdf}")
+        await until(lambda: kind_of(self.chip(bdf)) is kind, f"{kind} of {bdf}")
 
     async def metrics(self) -> str | None:
         """Return what a scrape gets; None: that the metrics cannot be collected."""
