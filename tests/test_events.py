@@ -14,7 +14,7 @@ import pytest
 
 import ttdp
 from tests.conftest import unshared
-from tests.world.captures import captured_uevents
+from tests.world.cards import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import finished
 

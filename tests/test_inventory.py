@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.conftest import StartDaemon
-from tests.world.captures import capture, capture_names
+from tests.world.cards import capture, capture_names
 from tests.world.kubelet import Kubelet
 from tests.world.node import CARDS, Chip, SimulatedNode
 from tests.world.processes import workspace
-from tests.world.simulation import settings_of
-from tests.world.watched import WatchedNode
+from tests.world.simulation import WatchedNode, settings_of
 from ttdp import Kind, Mount, Reading, Settings
 
 # The values of a chip's attributes, and the form in which the driver writes them.

@@ -10,7 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc.aio._server import Server
 
@@ -25,7 +24,6 @@ from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 AN_HOUR = 3600.0
-UNKNOWN = grpc.StatusCode.UNKNOWN
 
 
 @pytest.fixture
@@ -156,13 +154,13 @@ async def disturb(how: str, kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None
         (kubelet.directory / name).unlink()
         return
     if how == "refused":
-        kubelet.refuse_with(UNKNOWN, "it\nis not \x1bwelcome", times=3)
+        kubelet.refuse_with("it\nis not \x1bwelcome", times=3)
     elif how == "no answer":
         patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
         kubelet.hang(AN_HOUR)
     elif how == "no stream":
         patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
-        patch.setattr(kubelet.manager.plugins, "register", ignore)
+        patch.setattr(kubelet.manager, "register", ignore)
     elif how != "stream":
         patch.setattr(Server, "add_insecure_port", fail)
     await kubelet.drop_streams()
@@ -193,7 +191,7 @@ async def test_whatever_disturbs_a_registration_it_is_made_again(
     await kubelet.run_pod("pod", N150)
     assert daemon.state(N150) == ttdp.REGISTERED and caplog.messages.count(line) == 1
     assert ("Traceback" in caplog.text) is (how == "a bug")
-    assert len(plugin_sockets(directory)) == len(kubelet.manager.plugins.streams) == 1
+    assert len(plugin_sockets(directory)) == len(kubelet.manager.streams) == 1
     assert kubelet.find("register")[-1].at - began >= 0.2 * is_ended_here
 
 
@@ -212,13 +210,13 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
         return False
 
     monkeypatch.setattr(ttdp, "wait_for_event", wait_and_note)
-    kubelet.refuse_with(UNKNOWN, times=5)
+    kubelet.refuse_with("refused", times=5)
     daemon = await start(interval=AN_HOUR)
     await kubelet.wait_for(lambda: kubelet.find("list"))
     assert pauses == [0.002, 0.004, 0.008, 0.01, 0.01]
 
     await asyncio.sleep(ttdp.BACKOFF[1])
-    kubelet.refuse_with(UNKNOWN, times=2)
+    kubelet.refuse_with("refused", times=2)
     await kubelet.drop_streams()
     await until(lambda: daemon.sessions[N150].registration.successes == 2)
     assert pauses[5:] == [0.002, 0.004]

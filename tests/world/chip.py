@@ -1,7 +1,7 @@
 """A chip of the simulated node: its attributes, its firmware, its driver and its device file.
 
 What the tree shows of it, and the kernel's events, are in the order of the real driver (tt-kmd),
-of the PCI core and of udev, as recorded (see tests.world.captures).
+of the PCI core and of udev, as recorded (see tests.world.cards).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tests.world.captures import SENSOR
-from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, NAMES, bus_of
+from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, NAMES, SENSOR, bus_of
 from tests.world.tree import link, put, put_errno, remove, replace
 
 if TYPE_CHECKING:
@@ -229,8 +228,6 @@ class Chip:
 
     def vanish(self) -> None:
         """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
-        if not self.present:
-            return
         self.unbind()
         self._hide(*map(self.attribute, self.pci), self.on_bus, self.directory)
         self.present = False

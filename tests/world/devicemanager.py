@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -87,15 +87,16 @@ class Plugins:
     one per socket: registering a connected socket is refused.
     """
 
-    def __init__(
-        self, directory: Path, log: EventLog, write_checkpoint: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, directory: Path, log: EventLog) -> None:
         self.clients: dict[str, Client] = {}  # the newest of each resource
         self.listed: dict[str, dict[str, pb.Device]] = {}  # the latest list of each resource
         self.streams: dict[Client, asyncio.Task[None]] = {}  # whose end has not been noticed
         self._directory = directory
         self._log = log
-        self._write_checkpoint = write_checkpoint
+
+    async def write_checkpoint(self) -> None:
+        """Write down what has been listed."""
+        raise NotImplementedError
 
     def is_listed(self, resource: str) -> bool:
         """Return whether a plugin of the resource is connected and has sent its first list."""
@@ -169,7 +170,7 @@ class Plugins:
 
         self.listed[resource] = listed
         client.has_listed = True
-        await self._write_checkpoint()
+        await self.write_checkpoint()
 
         healthy = self.healthy(resource)
         ids = {"healthy_ids": sorted(healthy), "unhealthy_ids": sorted(listed.keys() - healthy)}
@@ -202,14 +203,13 @@ class Allocation(NamedTuple):
         return {resource: frozenset(entry.ids) for resource, entry in self.entries.items()}
 
 
-class DeviceManager:
+class DeviceManager(Plugins):
     """The device manager in one life of the kubelet."""
 
     def __init__(self, directory: Path, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
+        super().__init__(directory, log)
         self.entries: list[Entry] = []
         self.allocated: dict[str, set[str]] = {}  # by resource; also what is just being allocated
-        self.plugins = Plugins(directory, log, self.write_checkpoint)
-        self._log = log
         self._file = file
         self._desired = desired
         self._random = random.Random(1)
@@ -231,8 +231,8 @@ class DeviceManager:
 
     async def write_checkpoint(self) -> None:
         """Write the checkpoint; returns when it is there."""
-        resources = self.plugins.listed
-        registered = {each: self._shuffled(self.plugins.healthy(each)) for each in resources}
+        resources = self.listed
+        registered = {each: self._shuffled(self.healthy(each)) for each in resources}
         self._file.write(Snapshot(self._shuffled(self.entries), registered))
 
     def read_checkpoint(self) -> None:
@@ -240,7 +240,7 @@ class DeviceManager:
         snapshot = self._file.read()
         self.entries = [*snapshot.entries]
         self.recount()
-        self.plugins.listed = {resource: {} for resource in snapshot.registered}
+        self.listed = {resource: {} for resource in snapshot.registered}
 
     def prune(self) -> None:
         """Forget pods that have ended, in memory only (UpdateAllocatedDevices())."""
@@ -263,7 +263,7 @@ class DeviceManager:
         Since 1.34 the original dies of one that is not listed: it holds pointers, which
         generateDeviceTopologyHints and allocateContainerResources do not check.
         """
-        for ident in {*ids} - self.plugins.listed.get(resource, {}).keys():
+        for ident in {*ids} - self.listed.get(resource, {}).keys():
             text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
             self._log.violation(text)
 
@@ -275,11 +275,11 @@ class DeviceManager:
         Raises AdmissionError. A resource that no plugin has registered, and no pod has, is ignored.
         """
         self.prune()
-        known = {*self.plugins.listed, *self.allocated}
+        known = {*self.listed, *self.allocated}
 
         # The Topology Manager asks about them (GetTopologyHints()), with every policy but `none`.
         for resource, entry in self.of(pod.uid).items():
-            if any(map(numa_nodes, self.plugins.listed.get(resource, {}).values())):
+            if any(map(numa_nodes, self.listed.get(resource, {}).values())):
                 self._dereference(resource, entry.ids)
 
         is_new = False
@@ -308,11 +308,11 @@ class DeviceManager:
         others = [other for other in self._desired.active().values() if other is not pod]
         for resource, requested in pod.request.items():
             used = sum(other.request.get(resource, 0) for other in others)
-            allocatable = len(self.plugins.healthy(resource))
+            allocatable = len(self.healthy(resource))
             if self.of(pod.uid):
                 allocatable = max(allocatable, len(self.allocated.get(resource, ())))
 
-            if resource in self.plugins.listed and requested > max(0, allocatable - used):
+            if resource in self.listed and requested > max(0, allocatable - used):
                 numbers = f"requested: {requested}, used: {used}, capacity: {allocatable}"
                 text = f"Node didn't have enough resource: {resource}, {numbers}"
                 raise AdmissionError(f"OutOf{resource}", text)
@@ -325,7 +325,7 @@ class DeviceManager:
         """
         entry = self.of(pod.uid).get(resource)
         have = entry.ids if entry else set()
-        healthy = self.plugins.healthy(resource)
+        healthy = self.healthy(resource)
         unhealthy = f"cannot allocate unhealthy devices {resource}"
         if not healthy:
             raise Failure(f"no healthy devices present; {unhealthy}")
@@ -348,7 +348,7 @@ class DeviceManager:
 
     async def _prefer(self, resource: str, available: set[str], size: int) -> set[str]:
         """Return the plugin's preference, if it has one."""
-        client = self.plugins.clients[resource]
+        client = self.clients[resource]
         if not client.options.get_preferred_allocation_available:
             return set()
 
@@ -369,7 +369,7 @@ class DeviceManager:
         container = pb.ContainerAllocateRequest(devices_ids=self._shuffled(ids))
         request = pb.AllocateRequest(container_requests=[container])
         try:
-            response = await self.plugins.clients[resource].call("Allocate", request)
+            response = await self.clients[resource].call("Allocate", request)
         except Failure:
             self.recount()
             raise
@@ -377,7 +377,7 @@ class DeviceManager:
 
         # The list can have changed meanwhile. A device on two NUMA nodes stands in both lists.
         self._dereference(resource, ids)
-        listed = self.plugins.listed[resource]
+        listed = self.listed[resource]
         per_node: dict[int, list[str]] = {}
         for ident in self._shuffled(ids):
             for node in numa_nodes(listed.get(ident, pb.Device())) or [-1]:
@@ -392,7 +392,7 @@ class DeviceManager:
         """
         edits = self.edits(pod.uid)
         for resource in self._shuffled(r for r, number in pod.request.items() if number):
-            client = self.plugins.clients.get(resource)
+            client = self.clients.get(resource)
             if not client or not client.options.pre_start_required:
                 continue
             if resource not in edits.ids:

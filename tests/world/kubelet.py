@@ -61,7 +61,7 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         self.alive = False
         self.killed: list[str] = []  # running pods that a start did not admit again
         self._server: grpc.aio.Server | None = None
-        self._faults: list[tuple[float, grpc.StatusCode | None, str]] = []  # of the next Registers
+        self._faults: list[tuple[float, str]] = []  # seconds and text, of the next Registers
 
         # The pods of the node, and what this kubelet, in its latest life, knows of them.
         self.pods = Pods(host, self)
@@ -83,21 +83,21 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
     async def registered(self, resource: str) -> None:
         """Wait until a plugin of the resource is connected and has sent its first list."""
         what = f"the first list of {resource}"
-        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), what=what)
+        await self.wait_for(lambda: self.manager.is_listed(resource), what=what)
 
     def capacity(self) -> dict[str, int]:
-        return {resource: len(ids) for resource, ids in self.manager.plugins.listed.items()}
+        return {resource: len(ids) for resource, ids in self.manager.listed.items()}
 
     def allocatable(self) -> dict[str, int]:
         """Return the number of healthy devices by resource, whether they are allocated or not."""
-        return {resource: len(self.healthy(resource)) for resource in self.manager.plugins.listed}
+        return {resource: len(self.healthy(resource)) for resource in self.manager.listed}
 
     def healthy(self, resource: str) -> frozenset[str]:
         """Return the IDs that are listed as healthy, none after the end of the stream."""
-        return frozenset(self.manager.plugins.healthy(resource))
+        return frozenset(self.manager.healthy(resource))
 
     def unhealthy(self, resource: str) -> frozenset[str]:
-        return frozenset(self.manager.plugins.listed.get(resource, ())) - self.healthy(resource)
+        return frozenset(self.manager.listed.get(resource, ())) - self.healthy(resource)
 
     def allocated(self, resource: str) -> frozenset[str]:
         return frozenset(self.manager.allocated.get(resource, ()))
@@ -122,13 +122,13 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         else:
             replace(self.file.path, random.Random(1).randbytes(512))
 
-    def refuse_with(self, code: grpc.StatusCode, message: str = "refused", times: int = 1) -> None:
+    def refuse_with(self, message: str, times: int) -> None:
         """Let the next `times` calls of Register fail."""
-        self._faults += times * [(0.0, code, message)]
+        self._faults += times * [(0.0, message)]
 
     def hang(self, seconds: float) -> None:
         """Delay the next call of Register."""
-        self._faults.append((seconds, None, ""))
+        self._faults.append((seconds, ""))
 
     # Life
 
@@ -140,7 +140,7 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         for pod in self.pods:
             pod.known = False
         self.pods.make_roots()
-        former = {*self.manager.plugins.listed}
+        former = {*self.manager.listed}
         self.manager = DeviceManager(self.directory, self, self.file, self.pods)
 
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # for the checkpoint
@@ -158,7 +158,7 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         self.record("started")
 
         # The checkpoint can be lost.
-        resources = former | self.manager.plugins.listed.keys()
+        resources = former | self.manager.listed.keys()
         self._learning = asyncio.create_task(self._hear_of_pods(resources))
         await self._server.start()
 
@@ -193,11 +193,11 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         server, self._server = self._server, None
         if server:
             await server.stop(None)
-        await self.manager.plugins.abandon()
+        await self.manager.abandon()
 
     async def drop_streams(self) -> None:
         """Break the connections to plugins from this side, as after an error on a stream."""
-        await self.manager.plugins.drop()
+        await self.manager.drop()
 
     # The `Registration` service
 
@@ -205,17 +205,16 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         """Errors reach the plugin as UNKNOWN, with their text."""
         resource = request.resource_name
         self.record("register", resource=resource)
-        delay, code, message = self._faults.pop(0) if self._faults else (0.0, None, "")
+        delay, message = self._faults.pop(0) if self._faults else (0.0, "")
 
         try:
-            if delay:
-                await asyncio.sleep(delay)
-            if code:
+            await asyncio.sleep(delay)
+            if message:
                 raise Failure(message)
-            await self.manager.plugins.register(request)
+            await self.manager.register(request)
         except Failure as failure:
             self.record("refused", resource=resource, message=str(failure))
-            await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
+            await context.abort(grpc.StatusCode.UNKNOWN, str(failure))
 
         self.record("registered", resource=resource)
         return pb.Empty()
@@ -230,7 +229,7 @@ class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
         """
 
         def plugins_are_back() -> bool:
-            return all(map(self.manager.plugins.is_listed, resources))
+            return all(map(self.manager.is_listed, resources))
 
         with contextlib.suppress(TimeoutError):
             await self.wait_for(plugins_are_back, self.pods_come)

@@ -2,8 +2,6 @@
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd)
 and udev show them, as far as programs look at it: names, formats, order of appearance and events.
-tests.world.captures has the recordings that it is modelled on, tests.world.cards the kinds of
-cards, tests.world.chip what one chip shows and does.
 
 For reads that fail or block see tests.world.tree. A device file is a symlink to /dev/null or a
 similar device ("link"), whose number sysfs's `dev` then repeats, or, where a test runs as root, a
@@ -19,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.world.captures import capture
-from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
+from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of, capture
 from tests.world.chip import Chip, in_steps
 from tests.world.tree import put, put_control, remove
 

@@ -35,12 +35,14 @@ class Broken(AssertionError):
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-async def until(condition: Callable[[], T | None], what: str = "the condition") -> T:
+async def until(
+    condition: Callable[[], T | None], what: str | Callable[[], str] = "the condition"
+) -> T:
     """Return the condition's first true value, or raise Broken with `what`; it is polled."""
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise Broken(f"{what}: not within {PATIENCE:g} s")
+            raise Broken(f"{what() if callable(what) else what}: not within {PATIENCE:g} s")
         await asyncio.sleep(0.002)
     return value
 
@@ -50,7 +52,7 @@ def wait_until(
     what: str | Callable[[], str] = "the condition",
     seconds: float = LONG_PATIENCE,
 ) -> T:
-    """Do the same without a loop; `what` can be a function, for what is known at the end."""
+    """Do the same without a loop."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -77,8 +79,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 def workspace() -> Iterator[Path]:
     """Give a temporary directory with a path that is short enough for a unix socket.
 
-    It is in memory if possible: a node has hundreds of files, a Galaxy 2,500, and to make and
-    remove them takes five times as long on a disk. A container's is small, and nothing can run.
+    It is in memory if programs can run there: a disk takes five times as long for a node's files.
     """
     memory = "/dev/shm"
     has_memory = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
@@ -146,7 +147,6 @@ class Service:
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
         self._notify = notify
         self._awaited = 0  # notifications up to the last one that was waited for
-        self._happened = asyncio.Event()
 
     async def __aenter__(self) -> Service:
         self._manager = NotifySocket(self._notify)
@@ -186,31 +186,27 @@ class Service:
 
     def _notified(self) -> None:
         self.notes += [(time.monotonic(), text) for text in self._manager.receive()]
-        self._happened.set()
 
     async def _read(self) -> None:
         assert self._process.stderr
         while line := await self._process.stderr.readline():
             self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
-            self._happened.set()
 
         # Its last notifications can come after its last line.
         await self._process.wait()
         self._notified()
 
     async def wait_for(self, found: Callable[[], T | None], what: str) -> T:
-        """Return the first true value of `found`, called after each line and notification."""
-        deadline = time.monotonic() + PATIENCE
-        while not (value := found()):
-            if self._reader.done():
+        """Return the first true value of `found`; Broken: the process has ended without it."""
+
+        def found_while_running() -> T | None:
+            value = found()
+            if not value and self._reader.done():
                 status = self._process.returncode
                 raise Broken(f"{what}: the process ended with status {status}{self.latest()}")
-            self._happened.clear()
-            try:
-                await asyncio.wait_for(self._happened.wait(), deadline - time.monotonic())
-            except asyncio.TimeoutError:
-                raise Broken(f"{what}: not within {PATIENCE:g} s{self.latest()}") from None
-        return value
+            return value
+
+        return await until(found_while_running, lambda: f"{self.latest()}\n{what}")
 
     def latest(self) -> str:
         """Return its latest lines and notifications, to be appended to an error."""
@@ -234,9 +230,8 @@ class Service:
         """Return the present or a later STATUS that has all of these words."""
 
         def found() -> str | None:
-            lines = [line for text in self.heard for line in text.splitlines()]
-            *_, last = ["", *(line for line in lines if line.startswith("STATUS="))]
-            return last.removeprefix("STATUS=") if all(word in last for word in words) else None
+            *_, last = ["", *re.findall("(?m)^STATUS=(.*)", "\n".join(self.heard))]
+            return last if all(word in last for word in words) else None
 
         return await self.wait_for(found, f"no status with {words}")
 

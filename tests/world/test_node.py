@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.world.captures import capture, capture_names, captured_uevents
+from tests.world.cards import capture, capture_names, captured_uevents
 from tests.world.node import NOT_SIMULATED, Chip, SimulatedNode
 
 NUMBERS = [(245, ordinal) for ordinal in range(32)]  # of every capture
