@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import pty
 import re
+import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -25,7 +29,6 @@ from tests.world.processes import (
     PATIENCE,
     Installation,
     Service,
-    on_terminal,
     run,
     workspace,
 )  # fmt: skip
@@ -76,6 +79,24 @@ def why(text: str) -> None:
 def timeline(begin: float, rows: Rows) -> list[str]:
     """Return rows in their order, with the seconds since the beginning."""
     return [f"{at - begin:.2f} s  {text}" for at, text in sorted(rows)]
+
+
+def on_terminal(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program on a terminal, and agree; return its status, and all that is to be seen."""
+    limited = ["timeout", "--foreground", f"{PATIENCE}", *command]
+    terminal, end = pty.openpty()
+    with subprocess.Popen(
+        limited, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
+    ) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the program has ended
+            while True:
+                shown += os.read(terminal, 65536)
+                if shown.endswith(QUESTION.encode()):
+                    os.write(terminal, b"y\n")
+    os.close(terminal)
+    return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
 
 
 class Node:
@@ -139,7 +160,7 @@ class Node:
         rows = [(self.events("started")[0].at, "kubelet starts")]
         rows.append((self.events("list")[0].at, "plugin is registered"))
         if self.daemon and not self._plugin_is_pod:
-            rows += [(note.at, "plugin is ready") for note in self.daemon.notes[:1]]
+            rows += [(at, "plugin is ready") for at, _ in self.daemon.notes[:1]]
         for event in [*self.events("running"), *self.events("rejected")]:
             text = f"{event.fields['pod']}  {event.fields.get('reason', 'Running')}"
             rows.append((event.at, text))
@@ -160,7 +181,7 @@ class Node:
         """Run a command on a terminal, print all that it shows, and answer its question."""
         command, environ = self._installation.command(*words)
         environ["RUNTIME_DIRECTORY"] = str(self.home)
-        status, text = await asyncio.to_thread(on_terminal, command, environ, QUESTION, "y")
+        status, text = await asyncio.to_thread(on_terminal, command, environ)
         text = text.replace(str(self.machine.root), "")  # paths as on a real node
         block(f"root# tt-device-plugin {' '.join(words)}\n{text}")
         assert status == 0, f"its status is {status}"

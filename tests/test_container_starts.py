@@ -93,7 +93,7 @@ async def test_of_two_pods_with_one_id_the_first_runs_until_one_is_deleted(
     (other_chip,) = node.add("n150")
     await kubelet.wait_for(lambda: len(kubelet.healthy(N150)) == 2)
     for pod in ("one", "two"):
-        kubelet.manager.pods.allocated[N150] = {other_chip.bdf}
+        kubelet.manager.allocated[N150] = {other_chip.bdf}
         await kubelet.admit(pod, "main", {N150: 1})
 
     first = await kubelet.wait_for(lambda: [pod for pod in ("one", "two") if runs(kubelet, pod)])
@@ -112,7 +112,7 @@ async def test_a_late_checkpoint_delays_a_start_until_it_is_there(
 ) -> None:
     """The one before has another pod with this ID."""
     await kubelet.run_pod("first", N150)
-    kubelet.complete("first")
+    kubelet.end("first")
     await kubelet.manager.write_checkpoint()
 
     kubelet.file.path = directory.with_name("late")

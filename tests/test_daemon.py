@@ -184,7 +184,7 @@ async def test_the_first_list_has_every_chip(
 
     await kubelet.wait_for(lambda: kubelet.unhealthy(N150) == {slow.bdf, dead.bdf})
     assert daemon.chip(slow.bdf).fault == ttdp.BLOCKED
-    slow.unblock()
+    slow.show("tt_heartbeat")
     await kubelet.wait_for(lambda: kubelet.healthy(N150) == {quick.bdf, slow.bdf})
 
 
@@ -237,7 +237,7 @@ async def test_observations_that_fail_change_nothing_and_feed_no_watchdog(
         chip.vanish()
         await until(lambda: EMFILE in daemon.status)
         assert daemon.status.startswith(f"1 × {N150}, 1 healthy; {ttdp.REGISTERED}; cannot read")
-        daemon.forget_notes()
+        daemon.notes.clear()
         await until(lambda: len(failed) > 8)
         assert daemon.notes == [] and kubelet.healthy(N150) == {chip.bdf}
         (problem,) = (each for each in daemon.view()["problems"] if each["subject"] == "node")
@@ -265,7 +265,7 @@ async def test_a_turn_with_an_error_that_nobody_has_foreseen_is_logged_and_follo
     with monkeypatch.context() as patch:
         patch.setattr(ttdp, "decide", fail)
         await until(lambda: "internal error (main loop)" in caplog.text)
-        daemon.forget_notes()
+        daemon.notes.clear()
         daemon.reload()
         await daemon.ready()
         await until(lambda: caplog.text.count("internal error (main loop)") >= 4)
@@ -389,7 +389,7 @@ async def test_it_can_end_at_any_moment_of_its_start(
             assert daemon.notes[-1] == "STOPPING=1"
             assert not [*short_tmp.glob("*.sock")] and not plugin_sockets(directory)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    chip.unblock()
+    chip.show("tt_heartbeat")
 
     # The kubelet's own line is about a call that nobody waits for any more.
     assert not [line for line in errors(caplog) if "Registration/Register" not in line]
@@ -409,7 +409,7 @@ async def test_a_reload_is_between_reloading_and_ready(
     node.add("n150")
     daemon = await start(interval=AN_HOUR)
     await daemon.ready()
-    daemon.forget_notes()
+    daemon.notes.clear()
     before = time.monotonic_ns() // 1000
 
     health = ttdp.HealthSettings(interval=0.05)
@@ -440,7 +440,7 @@ async def test_a_rejected_configuration_changes_nothing_and_is_shown_until_it_is
         raise ttdp.ConfigError(error)
 
     daemon.loaded = reject
-    daemon.forget_notes()
+    daemon.notes.clear()
     daemon.reload()
     await daemon.ready()
     reason = f"the configuration was rejected at the last reload: {error}"

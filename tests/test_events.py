@@ -14,14 +14,14 @@ import pytest
 
 import ttdp
 from tests.conftest import no_descriptors, unshared
-from tests.world.captures import captured_uevents
+from tests.world.cards import captured_uevents
 from tests.world.node import wire
 from tests.world.processes import finished
 
 KERNEL, FORGER = (0, 1), (4711, 0)  # senders of messages: port ID and group
 OVERRUN = OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 GARBAGE = bytes(range(256)) * 10
-OURS = wire("add", "/devices/x/tenstorrent!0", {"SUBSYSTEM": "tenstorrent"}, 1)
+OURS = wire("add", "/devices/x/tenstorrent!0", {"SUBSYSTEM": "tenstorrent"})
 OTHERS = b"add@/x\0ACTION=add\0SUBSYSTEM=pci\0PCI_ID=8086:1E52\0"
 Waiting = tuple[bytes, tuple[int, int]] | OSError
 
@@ -74,7 +74,7 @@ async def test_every_event_of_the_real_driver_wakes_the_loop(
     ours = 0
     for action, devpath, env in captured_uevents("p150ax2", step):
         is_ours = "tenstorrent" in devpath or env.get("PCI_ID", "").startswith("1E52:")
-        message = wire(action, devpath, env, 1)
+        message = wire(action, devpath, env)
         assert await wakes_for(monkeypatch, (message, KERNEL)) == is_ours
         ours += is_ours
     assert ours > 1

@@ -10,7 +10,7 @@ import pytest
 import ttdp
 from tests.world.node import Chip as Card
 from tests.world.node import SimulatedNode
-from tests.world.watched import WatchedNode
+from tests.world.simulation import WatchedNode
 from ttdp import Fault, Kind, Reading
 
 

@@ -18,7 +18,7 @@ import pytest
 import ttdp
 from tests.chips import bdf, chip, decide
 from tests.world.book import ALWAYS, FIRST, N150, BookWorld, entry
-from tests.world.checkpoint import Entry, Held, Snapshot
+from tests.world.checkpoint import Entry, Snapshot
 from ttdp import Mount, Settings
 
 SECOND = "7f0d2c4e-8b9a-4c1d-a2f3-5e6d7c8b9a01"
@@ -308,7 +308,7 @@ def test_a_hold_has_what_the_entry_and_the_answer_have() -> None:
     mounts = [Mount(path, f"/container/{number}") for number, path in enumerate(paths)]
     chips = [chip(1, number=1), chip(2, number=2)]
     answer = ttdp.container_edits(chips, {}, Settings(), mounts, "token")
-    given = Entry(FIRST, "main", N150, Held({0: [bdf(1), bdf(2)], 1: [bdf(2)]}, answer))
+    given = Entry(FIRST, "main", N150, {0: [bdf(1), bdf(2)], 1: [bdf(2)]}, answer)
 
     (found,) = ttdp.parse_checkpoint(Snapshot([given], {}).json()).holds.values()
 

@@ -27,7 +27,7 @@ import pytest
 import ttdp
 from tests.chips import bdf, chip, decide
 from tests.world.book import BookWorld
-from tests.world.checkpoint import Entry, Held
+from tests.world.checkpoint import Entry
 from tests.world.processes import workspace
 from ttdp import Call, Mount, RequestError, SavedHolds, Settings, SharedResource, Sharing
 
@@ -71,11 +71,11 @@ class Container(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        return any("::" in each for each in self.entry.held.ids)
+        return any("::" in each for each in self.entry.ids)
 
     @property
     def given(self) -> Given:
-        return self.entry.resource, self.entry.held.ids
+        return self.entry.resource, self.entry.ids
 
 
 @dataclass(eq=False, repr=False)
@@ -333,7 +333,7 @@ class Node:
             for pod in self.memory
             if pod.is_remembered
             for each in pod.containers
-            for device_id in each.entry.held.ids
+            for device_id in each.entry.ids
         }
 
         found = {}
@@ -358,13 +358,13 @@ class Node:
         except RequestError:
             return
 
-        sets = {frozenset(each.entry.held.ids) for each in pod.containers}
+        sets = {frozenset(each.entry.ids) for each in pod.containers}
         assert len({each.directory for each in pod.containers}) <= len(sets)
         if not is_twin and draw.random() < 0.1:
             return  # another plugin has refused the pod
 
         for other in self.memory if is_twin else ():
-            other.is_twin |= any(each.entry.held.ids & {*ids} for each in other.containers)
+            other.is_twin |= any(each.entry.ids & {*ids} for each in other.containers)
         self.pods.append(pod)
         self.memory.append(pod)
 
@@ -394,7 +394,7 @@ class Node:
         answer = ttdp.container_edits(offered.chips(ids), {}, self.settings, mounts, token)
         hold = ttdp.hold_of(answer, resource, wanted)
         world.book.add(hold, world.now)
-        entry = Entry(pod.uid, container, resource, Held({-1: ids}, answer))
+        entry = Entry(pod.uid, container, resource, {-1: ids}, answer)
         return Container(entry, hold.chips, directory)
 
     def a_pod_becomes(self, pod: Pod, life: str) -> None:
@@ -539,7 +539,7 @@ class Node:
             is_known = pod.lives and pod in self.memory
             for each in pod.containers if is_known else [pod.container] if pod.is_busy else ():
                 mine = resources[each.entry.resource].devices
-                assert all(mine[device_id].reason is None for device_id in each.entry.held.ids)
+                assert all(mine[device_id].reason is None for device_id in each.entry.ids)
                 for given, addresses in free:
                     assert addresses.isdisjoint(each.chips) or are_shared(each.given, given)
 

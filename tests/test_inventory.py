@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 import ttdp
 from tests.conftest import StartDaemon
-from tests.world.captures import capture, capture_names
+from tests.world.cards import capture, capture_names
 from tests.world.kubelet import Kubelet
 from tests.world.node import CARDS, Chip, SimulatedNode
 from tests.world.processes import workspace
-from tests.world.simulation import settings_of
-from tests.world.watched import WatchedNode
+from tests.world.simulation import WatchedNode, settings_of
 from ttdp import Kind, Mount, Reading, Settings
 
 # The values of a chip's attributes, and the form in which the driver writes them.
@@ -197,7 +196,7 @@ def test_only_values_of_the_drivers_form_count(fuzzed: Chip, content: dict[str, 
         watched.look()
     finally:
         for attribute in content:
-            fuzzed.restore(attribute)
+            fuzzed.show(attribute)
 
     assert watched.chips["0000:02:00.0"].fault is None
     if fuzzed.bdf in watched.chips and (reading := watched.chips[fuzzed.bdf].reading):
@@ -277,9 +276,9 @@ def test_processes_on_a_chip_are_named_and_those_of_pods_are_known(
     chip: Chip, settings: Settings
 ) -> None:
     """One that has it open twice is one; one without a name has ended, or is hidden."""
-    path, function = [str(chip.device_node)], found(chip).function
-    chip.node.start_process(9, "0::/kubepods.slice/kubepods-pod1.slice/cri-1.scope", path)
-    chip.node.start_process(7, "0::/user.slice", path, "tt-smi")
+    function = found(chip).function
+    chip.node.start_process(9, "0::/kubepods.slice/kubepods-pod1.slice/cri-1.scope", "python3")
+    chip.node.start_process(7, "0::/user.slice", "tt-smi")
     chip.set_pids([9, 7, 7, 5])
 
     assert ttdp.processes_on(settings, function) == [

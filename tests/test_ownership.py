@@ -21,8 +21,7 @@ FAST = 0.1  # seconds between polls
 def chips_of(kubelet: Kubelet, pod: str) -> set[str]:
     """Return the chips that a pod was given, also if the kubelet has forgotten that."""
     admitted = [each for each in kubelet.find("admitted") if each.fields["pod"] == pod]
-    variables = dict(each.split("=", 1) for each in admitted[0].fields["env"])
-    return set(variables[ttdp.ADDRESSES].split(","))
+    return set(admitted[0].fields["env"][ttdp.ADDRESSES].split(","))
 
 
 async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
@@ -46,6 +45,7 @@ async def test_a_kubelet_that_starts_without_its_checkpoint_ends_no_running_pod(
         lists = kubelet.find("list", P150, since=started)
         assert not any(event.fields["unhealthy_ids"] for event in lists)
 
+    await kubelet.wait_for(lambda: not kubelet.healthy(P150))
     async with RunningDaemon(node, settings):
         await kubelet.wait_for(lambda: kubelet.healthy(P150) == chips)
         await kubelet.run_pod("next", P150)
@@ -144,10 +144,10 @@ async def test_a_resource_that_has_ended_does_not_come_back_for_a_pod_that_has_e
     (chip,) = node.add("p150a")
     daemon = await start(interval=0.05)
     await kubelet.run_pod("job", P150)
-    kubelet.complete("job")
+    kubelet.end("job")
     await until(lambda: daemon.decision.holds == [])
 
     daemon.reload(exclude=(chip.bdf,))
-    await until(lambda: not kubelet.manager.plugins.is_listed(P150))
+    await until(lambda: not kubelet.manager.is_listed(P150))
     await polls(daemon)
     assert not daemon.sessions and daemon.decision.holds == []

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
-import grpc
 import pytest
 from grpc.aio._server import Server
 
@@ -22,12 +21,11 @@ from tests.conftest import StartDaemon, client, kubelet_of, plugin_sockets, poll
 from tests.world.kubelet import Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
-from tests.world.reference import another_plugin
+from tests.world.reference import Plugin
 from tests.world.simulation import RunningDaemon
 
 N150, P150, P150A = (f"tenstorrent.com/{name}" for name in ("n150", "p150", "p150a"))
 AN_HOUR = 3600.0
-UNKNOWN = grpc.StatusCode.UNKNOWN
 
 
 @pytest.fixture
@@ -170,13 +168,13 @@ async def disturb(how: str, kubelet: Kubelet, patch: pytest.MonkeyPatch) -> None
     if how == "new socket":
         patch.setattr(Server, "start", lose)
     elif how == "refused":
-        kubelet.refuse_with(UNKNOWN, "it\nis not \x1bwelcome", times=3)
+        kubelet.refuse_with("it\nis not \x1bwelcome", times=3)
     elif how == "no answer":
         patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
         kubelet.hang(AN_HOUR)
     elif how == "no stream":
         patch.setattr(ttdp, "REGISTER_TIMEOUT", 1.0)
-        patch.setattr(kubelet.manager.plugins, "register", ignore)
+        patch.setattr(kubelet.manager, "register", ignore)
     elif how != "stream":
         patch.setattr(Server, "add_insecure_port", fail)
     await kubelet.drop_streams()
@@ -207,7 +205,7 @@ async def test_whatever_disturbs_a_registration_it_is_made_again(
     await kubelet.run_pod("pod", N150)
     assert daemon.state(N150) == ttdp.REGISTERED and caplog.messages.count(line) == 1
     assert ("Traceback" in caplog.text) is (how == "a bug")
-    assert len(plugin_sockets(directory)) == kubelet.manager.plugins.open_streams == 1
+    assert len(plugin_sockets(directory)) == len(kubelet.manager.streams) == 1
     assert kubelet.find("register")[-1].at - began >= 0.2 * is_ended_here
 
 
@@ -276,13 +274,13 @@ async def test_pauses_double_and_begin_anew_after_a_registration_that_lasted(
         return False
 
     monkeypatch.setattr(ttdp, "wait_for_event", wait_and_note)
-    kubelet.refuse_with(UNKNOWN, times=5)
+    kubelet.refuse_with("refused", times=5)
     daemon = await start(interval=AN_HOUR)
     await kubelet.wait_for(lambda: kubelet.find("list"))
     assert pauses == [0.002, 0.004, 0.008, 0.01, 0.01]
 
     await asyncio.sleep(ttdp.BACKOFF[1])
-    kubelet.refuse_with(UNKNOWN, times=2)
+    kubelet.refuse_with("refused", times=2)
     await kubelet.drop_streams()
     await until(lambda: daemon.sessions[N150].registration.successes == 2)
     assert pauses[5:] == [0.002, 0.004]
@@ -332,13 +330,13 @@ async def test_a_kubelet_that_hangs_blocks_nothing_and_is_given_up_when_the_next
     assert daemon.view()["problems"] == []  # there is none to register with
 
 
-async def test_another_plugin_with_the_same_name_is_a_problem_while_it_is_listed(
+async def test_Plugin_with_the_same_name_is_a_problem_while_it_is_listed(
     node: SimulatedNode, daemon: RunningDaemon, kubelet: Kubelet
 ) -> None:
     """The checkpoint has IDs that the daemon gives in no configuration; IDs of former ones do."""
     text = "another device plugin has registered this resource; stop that plugin"
     for ids, is_reported in ((["theirs"], True), (["0000:c0::1", "0000:77:00.0"], False)):
-        async with another_plugin(kubelet, N150, *ids):
+        async with Plugin(kubelet, N150, *ids):
             await kubelet.wait_for(lambda: kubelet.healthy(N150) == {*ids})  # noqa: B023
             await until(lambda: (text in map(str, daemon.problems)) is is_reported)  # noqa: B023
 

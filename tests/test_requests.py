@@ -192,7 +192,7 @@ async def test_a_refusal_names_the_device_and_is_counted(
         container_start = pb.PreStartContainerRequest(devices_ids=[good])
         assert await refusal(stub.PreStartContainer(container_start)) == own
 
-    metrics = await daemon.metrics() or ""
+    metrics = daemon.daemon.reporter.metrics() or ""
     for result, count in ("granted", 1), ("refused", 3):
         line = f'tt_allocations_total{{resource="{N150}",result="{result}"}} {count}'
         assert line in metrics

@@ -80,7 +80,7 @@ class Daemon:
         command = ["nice", "-n-10", str(ZIPAPP), "run", f"--config-file={self._config}"]
 
         def is_ready() -> bool:
-            return any("READY=1" in note.text.splitlines() for note in manager.receive())
+            return any("READY=1" in text.splitlines() for text in manager.receive())
 
         with contextlib.closing(manager):
             self._process = self._machine.spawn([*command, *self._flags], self.log, environment)

@@ -53,7 +53,7 @@ async def test_the_daemon_runs_on_arm64(
     emulator = [EMULATOR, "-cpu", CPU, "-L", str(tree)]
     command = [*emulator, str(python), "-I", "-S", f"{home}/package{PYZ}"]
     variables = environment(SHIV_ROOT=f"{home}/cache", RUNTIME_DIRECTORY=str(home))
-    assert "tt-device-plugin " in finished([*command, "--version"], variables).stdout
+    assert "tt-device-plugin " in finished([*command, "--version"], **variables).stdout
 
     flags = [f"--device-plugin-dir={directory}", *node.flags, *outlet_flags(home)]
     async with Service([*command, "run", *flags], variables, home / "notify") as daemon:

@@ -97,7 +97,7 @@ def fix(host: Commanded, **environ: str) -> None:
 
     def mend() -> None:
         wait_until(lambda: resets(host), "a reset")
-        host.node.chip(ILL).thaw()
+        host.node.chip(ILL).frozen = False
 
     mending = threading.Thread(target=mend, daemon=True)
     mending.start()

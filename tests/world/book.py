@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ttdp
 from tests.chips import chip
-from tests.world.checkpoint import Entry, Held, Snapshot, replace
+from tests.world.checkpoint import Entry, Snapshot, replace
 from ttdp import Call, Hold, HoldBook, Mount, RequestError, SavedHolds, Settings
 
 DOMAIN = "tenstorrent.com"
@@ -36,8 +35,8 @@ def entry(
     token = f"{chips[0].address}-{container}-{pod}"
     answer = ttdp.container_edits(chips, {}, Settings(), mounts, token)
 
-    held = Held({-1: [*ids] or [each.address for each in chips]}, answer)
-    return Entry(pod, container, resource, held)
+    given = [*ids] or [each.address for each in chips]
+    return Entry(pod, container, resource, {-1: given}, answer)
 
 
 class BookWorld:
@@ -72,15 +71,11 @@ class BookWorld:
     def answer(self, given: Entry) -> None:
         """Answer Allocate; the kubelet has not written it yet."""
         self.look()
-        found = ttdp.hold_of(given.held.answer, given.resource, frozenset(given.held.ids))
+        found = ttdp.hold_of(given.answer, given.resource, frozenset(given.ids))
         self.book.add(found, self.now)
 
-    def write(self, *entries: Entry, registered: Any = None) -> None:
-        self.put(Snapshot([*entries], registered or {}).json())
-
-    def put(self, content: bytes) -> None:
-        """Replace the checkpoint, also by what no kubelet writes."""
-        replace(self.path, content)
+    def write(self, *entries: Entry) -> None:
+        replace(self.path, Snapshot([*entries], {}).json())
 
     # The pods' cgroups, of version 2
 
@@ -122,7 +117,7 @@ class BookWorld:
     def call(self, given: Entry) -> Call:
         """PreStartContainer comes for a container."""
         self.look()
-        call = Call(given.resource, frozenset(given.held.ids), self.now)
+        call = Call(given.resource, frozenset(given.ids), self.now)
         with suppress(RequestError):  # outcome() has it again
             self.book.blockers(call, self.now)
         return call

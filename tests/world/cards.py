@@ -1,9 +1,16 @@
-"""The kinds of cards, and what their drivers make of them: tables only."""
+"""The kinds of cards, and recordings of the real driver on emulated PCI functions.
+
+`data/captures.json` has the trees and `data/uevents.json` the kernel's events, in compact form.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Architecture(NamedTuple):
@@ -55,3 +62,34 @@ GALAXY_BUSES = [tray << 4 | chip for tray in (0x0, 0xC, 0x8, 0x4) for chip in ra
 
 def bus_of(bdf: str) -> int:
     return int(bdf.split(":")[1], 16)
+
+
+# -- recordings ------------------------------------------------------------------------------------
+DATA = Path(__file__).parent / "data"
+SENSOR = re.compile(r"(temp|power|in|curr|fan)\d+_\w+|name")
+
+
+@functools.cache
+def _stored(file: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DATA / file).read_text())
+    return loaded
+
+
+def capture_names() -> list[str]:
+    """Return the names of all captures."""
+    return sorted(_stored("captures.json"))
+
+
+def capture(name: str) -> dict[str, Any]:
+    """Return a capture: the driver's release, and the functions with what all have in common."""
+    stored = _stored("captures.json")[name]
+    functions = []
+    for own in stored["functions"]:
+        groups = stored["common"].keys() & own.keys()
+        functions.append(own | {group: stored["common"][group] | own[group] for group in groups})
+    return {**stored, "functions": functions}
+
+
+def captured_uevents(name: str, step: str) -> list[tuple[str, str, dict[str, str]]]:
+    """Return the kernel's events of one recorded step, as (action, devpath, other variables)."""
+    return [(action, devpath, env) for action, devpath, env in _stored("uevents.json")[name][step]]

@@ -5,23 +5,21 @@ from __future__ import annotations
 import base64
 import json
 import os
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from generated import deviceplugin_pb2 as pb
 
 CHECKPOINT = "kubelet_internal_checkpoint"
-Corruption = Literal["missing", "garbage"]
 
 
-@dataclass(slots=True)
-class Held:
-    """The devices of one resource that a container has, with the plugin's answer to Allocate."""
+class Entry(NamedTuple):
+    """One entry: the devices of one resource that a container has, and the answer to Allocate."""
 
-    per_node: dict[int, list[str]]  # by NUMA node; -1: none
+    uid: str
+    container: str
+    resource: str
+    per_node: dict[int, list[str]]  # the devices by NUMA node; -1: none
     answer: pb.ContainerAllocateResponse
 
     @property
@@ -29,32 +27,14 @@ class Held:
         """The devices; one on two NUMA nodes is listed twice in `per_node`."""
         return {ident for ids in self.per_node.values() for ident in ids}
 
-
-class Entry(NamedTuple):
-    """One entry of the checkpoint: the devices of one resource that a container has."""
-
-    uid: str
-    container: str
-    resource: str
-    held: Held
-
     def json(self) -> dict[str, Any]:
-        per_node = sorted((str(node), ids) for node, ids in self.held.per_node.items())
         return {
             "PodUID": self.uid,
             "ContainerName": self.container,
             "ResourceName": self.resource,
-            "DeviceIDs": dict(per_node),
-            "AllocResp": base64.b64encode(self.held.answer.SerializeToString()).decode(),
+            "DeviceIDs": dict(sorted((str(node), ids) for node, ids in self.per_node.items())),
+            "AllocResp": base64.b64encode(self.answer.SerializeToString()).decode(),
         }
-
-    @classmethod
-    def parse(cls, item: Mapping[str, Any]) -> Entry:
-        """Return an entry of the file."""
-        answer = pb.ContainerAllocateResponse.FromString(base64.b64decode(item["AllocResp"]))
-        per_node = {int(node): ids for node, ids in item["DeviceIDs"].items()}
-        held = Held(per_node, answer)
-        return cls(item["PodUID"], item["ContainerName"], item["ResourceName"], held)
 
 
 class Snapshot(NamedTuple):
@@ -100,10 +80,3 @@ class CheckpointFile:
         """Return what the file has: nothing if it is missing or damaged."""
         is_whole = self.path.is_file() and self.path.read_bytes() == self._latest.json()
         return self._latest if is_whole else Snapshot([], {})
-
-    def corrupt(self, how: Corruption | bytes) -> None:
-        """Remove the file, or replace it by garbage or by these bytes, until the next write."""
-        if how == "missing":
-            self.path.unlink(missing_ok=True)
-        else:
-            replace(self.path, how if isinstance(how, bytes) else random.Random(1).randbytes(512))

@@ -1,7 +1,7 @@
 """A chip of the simulated node: its attributes, its firmware, its driver and its device file.
 
 What the tree shows of it, and the kernel's events, are in the order of the real driver (tt-kmd),
-of the PCI core and of udev, as recorded (see tests.world.captures).
+of the PCI core and of udev, as recorded (see tests.world.cards).
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import inspect
 import os
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tests.world.captures import SENSOR
-from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, NAMES, bus_of
+from tests.world.cards import ARCHITECTURE_OF, ARCHITECTURES, NAMES, SENSOR, bus_of
 from tests.world.tree import link, put, put_errno, remove, replace
 
 if TYPE_CHECKING:
@@ -87,7 +86,6 @@ class Chip:
     hwmon: int | None = None  # while the driver shows telemetry
     driver: str = ""  # the bound one: "tenstorrent", or another such as "vfio-pci"
     has_reported: bool = False  # telemetry, at any time
-    overridden: set[str] = field(default_factory=set)  # attributes that a test has set
 
     def __post_init__(self) -> None:
         root = self.node.root
@@ -102,9 +100,7 @@ class Chip:
 
     @property
     def device_node(self) -> Path:
-        """The device file's path; LookupError without one."""
-        if self.ordinal is None:
-            raise LookupError(f"{self.bdf} has no device file")
+        """The device file's path, while the driver is bound."""
         return self.node.root / f"dev/tenstorrent/{self.ordinal}"
 
     @property
@@ -124,11 +120,8 @@ class Chip:
         if name in self.pci:
             return self.directory / name
 
-        is_sensor = SENSOR.fullmatch(name)
-        if self.ordinal is None or (is_sensor and self.hwmon is None):
-            raise LookupError(f"{self.bdf} has no {name} now")
         hwmon = self.directory / f"hwmon/hwmon{self.hwmon}"
-        return (hwmon if is_sensor else self.class_directory) / name
+        return (hwmon if SENSOR.fullmatch(name) else self.class_directory) / name
 
     def _content(self, name: str) -> str | None:
         """Return an attribute's content in the chip's present condition; None: ENODATA."""
@@ -143,7 +136,6 @@ class Chip:
     def show(self, *names: str) -> None:
         """Write attributes with their content in the chip's present condition."""
         for name in names:
-            self.overridden.discard(name)
             content = self._content(name)
             if content is None:
                 put_errno(self.attribute(name), "ENODATA")
@@ -152,61 +144,40 @@ class Chip:
             self.node.step()
 
     def fail(self, attribute: str, error: str = "EIO") -> None:
-        """Let reads of an attribute fail, until `restore` or an operation that writes it."""
-        self.overridden.add(attribute)
+        """Let reads of an attribute fail, until `show` or an operation that writes it."""
         put_errno(self.attribute(attribute), error)
 
     def write(self, attribute: str, content: bytes) -> None:
         """Let an attribute read exactly this, newline or not; it need not have existed."""
-        self.overridden.add(attribute)
         put(self.attribute(attribute), content)
 
     def remove(self, attribute: str) -> None:
         """Remove an attribute (firmware that lacks the tag)."""
-        self.overridden.add(attribute)
         remove(self.attribute(attribute))
 
-    def restore(self, attribute: str) -> None:
-        """Undo fail, write or remove."""
-        self.show(attribute)
-
     def block(self) -> None:
-        """Let readers of the heartbeat wait until `unblock`."""
-        self.overridden.add("tt_heartbeat")
+        """Let readers of the heartbeat wait until it is shown: one gets it, others nothing."""
         replace(self.attribute("tt_heartbeat"), os.mkfifo)
-
-    def unblock(self) -> None:
-        """Let one waiting reader have the heartbeat, and others nothing; later ones can read it."""
-        self.show("tt_heartbeat")
 
     # The firmware
 
     def beat(self) -> None:
         """Advance the heartbeat, if it can: not a stopped, dead, resetting or blocked chip's."""
-        is_living = self.condition == "healthy" and not self.frozen and self.hwmon is not None
-        if is_living and "tt_heartbeat" in self.telemetry.keys() - self.overridden:
-            self._count("tt_heartbeat")
+        is_living = self.condition == "healthy" and not self.frozen
+        if is_living and self.attribute("tt_heartbeat").is_file():
+            self._count()
+            self.show("tt_heartbeat")
+
+    def _count(self) -> None:
+        self.telemetry["tt_heartbeat"] = str(int(self.telemetry["tt_heartbeat"]) + 1)
 
     def freeze(self) -> None:
         self.frozen = True
 
-    def thaw(self) -> None:
-        self.frozen = False
-
-    def trip(self) -> None:
-        """Count a thermal trip (Blackhole only)."""
-        self._count("tt_therm_trip_count")
-
-    def heat(self, celsius: float) -> None:
-        """Have this temperature from now on."""
-        self.sensors["temp1_input"] = str(round(celsius * 1000))
-        if self.hwmon is not None:
-            self.show("temp1_input")
-
-    def _count(self, name: str) -> None:
-        self.telemetry[name] = str(int(self.telemetry[name]) + 1)
-        if self.hwmon is not None:
-            self.show(name)
+    def silence(self) -> None:
+        """Bind the driver again while the firmware is not ready: neither tt_* nor hwmon."""
+        self.firmware = False
+        self.rebind()
 
     def die(self) -> None:
         """Let every register read all ones, without error or event."""
@@ -233,12 +204,6 @@ class Chip:
         if condition == "healthy":
             self._look_again()
 
-    def silence(self) -> None:
-        """Bind the driver again while the firmware is not ready: neither tt_* nor hwmon."""
-        self.firmware = False
-        if self.ordinal is not None:
-            self.rebind()
-
     def speak(self) -> None:
         """Let the firmware become ready; Blackhole's driver shows it when it is bound again."""
         self.firmware = True
@@ -263,57 +228,37 @@ class Chip:
 
     def vanish(self) -> None:
         """Remove the PCI function (unplugged, or by /sys/bus/pci/devices/*/remove)."""
-        if not self.present:
-            return
         self.unbind()
         self._hide(*map(self.attribute, self.pci), self.on_bus, self.directory)
         self.present = False
         self._emit("remove")
         self.node.step()
 
-    def come_back(self, ordinal: int | None = None) -> None:
+    def come_back(self) -> None:
         """Let the function be found again, alive, now the last in the kernel's list."""
-        if self.present:
-            raise ValueError(f"{self.bdf} is there")
         self.condition = "healthy"
         if not self.frozen and "tt_heartbeat" in self.telemetry:  # it has lived on meanwhile
-            self._count("tt_heartbeat")
+            self._count()
         self.pci["driver_override"] = NOT_KEPT
 
         self.node.chips.remove(self)
         self.node.chips.append(self)
         self.plug()
-        self.probe(ordinal)
+        self.bind()
 
     # The driver
 
-    @property
-    def can_be_bound(self) -> bool:
-        """Whether our driver, if it is loaded, could take the chip now."""
-        is_kept = self.pci["driver_override"] not in (NOT_KEPT, "tenstorrent")
-        return self.present and not is_kept and not self.driver
-
     def bind(self, ordinal: int | None = None) -> None:
-        """Bind the driver, with the lowest free ordinal unless one is given."""
-        if self.ordinal is not None or not self.present:
-            raise ValueError(f"{self.bdf} cannot be bound")
-        self.probe(ordinal)
-
-    def probe(self, ordinal: int | None = None) -> None:
         """Let the driver take the chip, if it is loaded and can have it.
 
         Device file and class directory come first, telemetry next if the firmware is ready.
         """
-        if not self.node.is_loaded or not self.can_be_bound:
+        is_kept = self.pci["driver_override"] not in (NOT_KEPT, "tenstorrent")
+        if not self.node.is_loaded or not self.present or is_kept or self.driver:
             return
         if self.condition == "resetting":  # a new probe looks at the chip again
             self.condition = "healthy"
-        others = {each.ordinal for each in self.node.chips}
-        number = self._free_ordinal(others) if ordinal is None else ordinal
-        if number in others:
-            raise ValueError(f"ordinal {number} is in use")
-
-        self.ordinal = number
+        self.ordinal = self._free_ordinal() if ordinal is None else ordinal
         self._link_driver("tenstorrent")
         self._show_class()
         if self.firmware and self.condition == "healthy":
@@ -359,7 +304,8 @@ class Chip:
         link(self.directory / "driver", self._driver_directory)
         link(self._driver_directory / self.bdf, self.directory)
 
-    def _free_ordinal(self, used: set[int | None]) -> int:
+    def _free_ordinal(self) -> int:
+        used = {each.ordinal for each in self.node.chips}
         card = NAMES.get(int(self.pci["subsystem_device"], 16), "")
         if card.startswith("galaxy"):
             bus = bus_of(self.bdf)

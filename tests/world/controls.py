@@ -2,8 +2,8 @@
 
 The files of sysfs that only take commands (bind, unbind, rescan) are FIFOs, which `Controls` reads;
 the programs in the directory `bin` below the node's root ask it over a socket. All of them are
-recorded in `calls`, in their order. The kernel acts before a write returns, and can refuse it; here
-the action follows, see settle(), and a refusal is a link to /dev/full.
+recorded in `calls`, in their order. The kernel acts before a write returns; here it follows, see
+settle().
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.world.chip import NOT_KEPT
 from tests.world.node import SimulatedNode
 
 PROGRAM = """#!{python} -I
-import json, os, signal, socket, sys
+import json, signal, socket, sys
 for number in {ignored}:
     signal.signal(number, signal.SIG_IGN)
 with socket.socket(socket.AF_UNIX) as kernel:
     kernel.connect({socket!r})
-    kernel.sendall(json.dumps([[{name!r}, *sys.argv[1:]], dict(os.environ)]).encode() + b"\\n")
+    kernel.sendall(json.dumps([{name!r}, *sys.argv[1:]]).encode() + b"\\n")
     status, text = json.loads(kernel.makefile().readline() or '[70, "the simulation has ended"]')
 print(text, end="")
 sys.exit(status)
@@ -44,10 +44,7 @@ class Controls:
         self.node = node
         self.path = str(directory / "controls")
         self.before: Callable[[str], object] = lambda call: None  # called with what is to be done
-
-        # What was done.
         self.calls: list[str] = []  # "tt-smi -r …", "bind 0000:01:00.0"
-        self.environments: list[dict[str, str]] = []  # of the programs
 
         # What comes of it.
         self.finds: set[str] = set()  # addresses of the cards that a rescan finds
@@ -91,12 +88,6 @@ class Controls:
             values = {"python": sys.executable, "socket": self.path, "name": name}
             file.write_text(PROGRAM.format(ignored=tuple(map(int, ignored)), **values))
             file.chmod(0o755)
-
-    def refuse(self, attribute: str) -> None:
-        """Let each write to this attribute fail."""
-        path = self.node.root / "sys/bus/pci" / attribute
-        path.unlink()
-        path.symlink_to("/dev/full")
 
     def block(self, attribute: str) -> None:
         """Let writers wait until the attribute is no longer in `blocked`."""
@@ -145,9 +136,9 @@ class Controls:
         self.calls.append(f"{name} {text}")
         self.before(self.calls[-1])
         if name == "rescan":
-            for missing in [chip for chip in self.node.chips if not chip.present]:
-                if missing.bdf in self.finds:
-                    missing.come_back()
+            for chip in [each for each in self.node.chips if not each.present]:
+                if chip.bdf in self.finds:
+                    chip.come_back()
             return
 
         chip = self.node.chip(text)
@@ -155,15 +146,14 @@ class Controls:
         chip.pci["driver_override"] = override or NOT_KEPT
         if name == "unbind" and chip.driver == "tenstorrent":
             chip.unbind()
-        if name == "bind" and chip.can_be_bound:
+        if name == "bind":
             chip.bind()
 
     # What is run
 
     def _program(self, request: socketserver.StreamRequestHandler) -> None:
         """Answer a program, or let it hang."""
-        words, environ = json.loads(request.rfile.readline())
-        self.environments.append(environ)
+        words = json.loads(request.rfile.readline())
         answer: Any = (0, f"{self.version}\n")
         if words[1:] != ["--version"]:
             self.calls.append(" ".join(words))
@@ -180,7 +170,7 @@ class Controls:
         if name == "tt-smi":
             for chip in self.node.chips:
                 if str(chip.ordinal) == words[1].rpartition("/")[2]:
-                    chip.thaw()
+                    chip.frozen = False
                     chip.post_reset()
             return ""
         if self.status:

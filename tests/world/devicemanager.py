@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
 from generated import deviceplugin_pb2_grpc
-from tests.world.checkpoint import CheckpointFile, Entry, Held, Snapshot
+from tests.world.checkpoint import CheckpointFile, Entry, Snapshot
 from tests.world.eventlog import EventLog
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ class Failure(Exception):
     """A plain `error` of the original: Register answers UNKNOWN, admission wraps it."""
 
 
-def numa_nodes(device: pb.Device) -> list[int]:
-    return [node.ID for node in device.topology.nodes]
-
-
 class AdmissionError(Exception):
     """A rejected pod: UnexpectedAdmissionError or OutOf<resource>, and `kubectl`'s message."""
+
+
+def numa_nodes(device: pb.Device) -> list[int]:
+    return [node.ID for node in device.topology.nodes]
 
 
 class Client:
@@ -87,22 +87,16 @@ class Plugins:
     one per socket: registering a connected socket is refused.
     """
 
-    def __init__(
-        self, directory: Path, log: EventLog, write_checkpoint: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, directory: Path, log: EventLog) -> None:
         self.clients: dict[str, Client] = {}  # the newest of each resource
         self.listed: dict[str, dict[str, pb.Device]] = {}  # the latest list of each resource
+        self.streams: dict[Client, asyncio.Task[None]] = {}  # whose end has not been noticed
         self._directory = directory
         self._log = log
-        self._write_checkpoint = write_checkpoint
-        self._streams: dict[Client, asyncio.Task[None]] = {}  # all that have not ended
 
-    # Questions
-
-    @property
-    def open_streams(self) -> int:
-        """The number of streams whose end the kubelet has not noticed."""
-        return len(self._streams)
+    async def write_checkpoint(self) -> None:
+        """Write down what has been listed."""
+        raise NotImplementedError
 
     def is_listed(self, resource: str) -> bool:
         """Return whether a plugin of the resource is connected and has sent its first list."""
@@ -130,8 +124,8 @@ class Plugins:
 
         # Register is answered before the first list comes. The former client is not closed.
         self.clients[client.resource] = client
-        self._streams[client] = asyncio.create_task(self._follow(client))
-        self._streams[client].add_done_callback(lambda _: self._streams.pop(client))
+        self.streams[client] = asyncio.create_task(self._follow(client))
+        self.streams[client].add_done_callback(lambda _: self.streams.pop(client))
 
     async def _connect(self, client: Client, request: pb.RegisterRequest) -> None:
         """Dial back and ask for the options, all within the plugin's call of Register."""
@@ -144,7 +138,7 @@ class Plugins:
             self._log.violation(f"{client.resource} registers before it serves")
         if request.options != client.options:
             self._log.violation(f"{client.resource} registers other options than it answers")
-        if any(each.path == client.path for each in self._streams):
+        if any(each.path == client.path for each in self.streams):
             self._log.violation(f"{client.resource} registers again while it is connected")
             raise Failure(f"device plugin already connected: {client.path}")
 
@@ -176,11 +170,11 @@ class Plugins:
 
         self.listed[resource] = listed
         client.has_listed = True
-        await self._write_checkpoint()
+        await self.write_checkpoint()
 
         healthy = self.healthy(resource)
         ids = {"healthy_ids": sorted(healthy), "unhealthy_ids": sorted(listed.keys() - healthy)}
-        self._log.record("list", resource=resource, healthy=len(healthy), **ids)
+        self._log.record("list", resource=resource, **ids)
 
     async def drop(self) -> None:
         """Break all connections, as after an error on each stream."""
@@ -190,7 +184,7 @@ class Plugins:
     async def abandon(self) -> None:
         """End all connections, as the end of the process does."""
         await self.drop()
-        streams = [*self._streams.values()]
+        streams = [*self.streams.values()]
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -199,55 +193,36 @@ class Plugins:
 class Allocation(NamedTuple):
     """A container's devices, and the plugins' answers to Allocate, merged."""
 
-    held: dict[str, Held]  # by resource
+    entries: dict[str, Entry]  # by resource
     envs: dict[str, str]
     mounts: list[pb.Mount]
     devices: list[pb.DeviceSpec]
-    cdi_devices: list[str]
 
     @property
     def ids(self) -> dict[str, frozenset[str]]:
-        return {resource: frozenset(held.ids) for resource, held in self.held.items()}
-
-    def fields(self) -> dict[str, Any]:
-        """Return the allocation as fields of an event."""
-        pairs = [f"{resource}={ident}" for resource, ids in self.ids.items() for ident in ids]
-        return {
-            "ids": sorted(pairs),
-            "env": [f"{key}={value}" for key, value in sorted(self.envs.items())],
-            "devices": [f"{d.host_path}:{d.container_path}:{d.permissions}" for d in self.devices],
-            "mounts": [mount.host_path for mount in self.mounts],
-        }
+        return {resource: frozenset(entry.ids) for resource, entry in self.entries.items()}
 
 
-class PodDevices:
-    """The devices of each pod, in the kubelet's memory (pod_devices.go)."""
+class DeviceManager(Plugins):
+    """The device manager in one life of the kubelet."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
+        super().__init__(directory, log)
         self.entries: list[Entry] = []
         self.allocated: dict[str, set[str]] = {}  # by resource; also what is just being allocated
+        self._file = file
+        self._desired = desired
+        self._random = random.Random(1)
 
-    def of(self, uid: str) -> dict[str, Held]:
+    def of(self, uid: str) -> dict[str, Entry]:
         """Return the devices of a pod, by resource."""
-        return {entry.resource: entry.held for entry in self.entries if entry.uid == uid}
+        return {entry.resource: entry for entry in self.entries if entry.uid == uid}
 
     def recount(self) -> None:
         """Mark exactly those devices allocated that a pod has."""
         self.allocated = {}
         for entry in self.entries:
-            self.allocated.setdefault(entry.resource, set()).update(entry.held.ids)
-
-
-class DeviceManager:
-    """The device manager in one life of the kubelet."""
-
-    def __init__(self, directory: Path, log: EventLog, file: CheckpointFile, desired: Pods) -> None:
-        self.pods = PodDevices()
-        self.plugins = Plugins(directory, log, self.write_checkpoint)
-        self._log = log
-        self._file = file
-        self._desired = desired
-        self._random = random.Random(1)
+            self.allocated.setdefault(entry.resource, set()).update(entry.ids)
 
     def _shuffled(self, items: Iterable[T]) -> list[T]:
         """Return the items in an order that no plugin can rely on, as Go's maps have none."""
@@ -256,32 +231,31 @@ class DeviceManager:
 
     async def write_checkpoint(self) -> None:
         """Write the checkpoint; returns when it is there."""
-        resources = self.plugins.listed
-        registered = {each: self._shuffled(self.plugins.healthy(each)) for each in resources}
-        self._file.write(Snapshot(self._shuffled(self.pods.entries), registered))
+        resources = self.listed
+        registered = {each: self._shuffled(self.healthy(each)) for each in resources}
+        self._file.write(Snapshot(self._shuffled(self.entries), registered))
 
     def read_checkpoint(self) -> None:
         """Read which pod has which devices; resources stay empty until a plugin registers."""
         snapshot = self._file.read()
-        self.pods.entries = [*snapshot.entries]
-        self.pods.recount()
-        self.plugins.listed = {resource: {} for resource in snapshot.registered}
+        self.entries = [*snapshot.entries]
+        self.recount()
+        self.listed = {resource: {} for resource in snapshot.registered}
 
     def prune(self) -> None:
         """Forget pods that have ended, in memory only (UpdateAllocatedDevices())."""
         active = self._desired.active()
-        kept = [entry for entry in self.pods.entries if entry.uid in active]
-        if self._desired.sources_ready and kept != self.pods.entries:
-            self.pods.entries = kept
-            self.pods.recount()
+        kept = [entry for entry in self.entries if entry.uid in active]
+        if self._desired.sources_ready and kept != self.entries:
+            self.entries = kept
+            self.recount()
 
     def edits(self, uid: str) -> Allocation:
         """Merge the answers for a pod's resources."""
-        held, answer = self.pods.of(uid), pb.ContainerAllocateResponse()
-        for each in held.values():
+        entries, answer = self.of(uid), pb.ContainerAllocateResponse()
+        for each in entries.values():
             answer.MergeFrom(each.answer)
-        names = [device.name for device in answer.cdi_devices]
-        return Allocation(held, {**answer.envs}, [*answer.mounts], [*answer.devices], names)
+        return Allocation(entries, {**answer.envs}, [*answer.mounts], [*answer.devices])
 
     def _dereference(self, resource: str, ids: Iterable[str]) -> None:
         """Use devices that a pod has, or is just getting.
@@ -289,7 +263,7 @@ class DeviceManager:
         Since 1.34 the original dies of one that is not listed: it holds pointers, which
         generateDeviceTopologyHints and allocateContainerResources do not check.
         """
-        for ident in {*ids} - self.plugins.listed.get(resource, {}).keys():
+        for ident in {*ids} - self.listed.get(resource, {}).keys():
             text = f"{resource} does not list {ident!r}, which a pod has or is just getting"
             self._log.violation(text)
 
@@ -301,12 +275,12 @@ class DeviceManager:
         Raises AdmissionError. A resource that no plugin has registered, and no pod has, is ignored.
         """
         self.prune()
-        known = {*self.plugins.listed, *self.pods.allocated}
+        known = {*self.listed, *self.allocated}
 
         # The Topology Manager asks about them (GetTopologyHints()), with every policy but `none`.
-        for resource, held in self.pods.of(pod.uid).items():
-            if any(map(numa_nodes, self.plugins.listed.get(resource, {}).values())):
-                self._dereference(resource, held.ids)
+        for resource, entry in self.of(pod.uid).items():
+            if any(map(numa_nodes, self.listed.get(resource, {}).values())):
+                self._dereference(resource, entry.ids)
 
         is_new = False
         try:
@@ -334,11 +308,11 @@ class DeviceManager:
         others = [other for other in self._desired.active().values() if other is not pod]
         for resource, requested in pod.request.items():
             used = sum(other.request.get(resource, 0) for other in others)
-            allocatable = len(self.plugins.healthy(resource))
-            if self.pods.of(pod.uid):
-                allocatable = max(allocatable, len(self.pods.allocated.get(resource, ())))
+            allocatable = len(self.healthy(resource))
+            if self.of(pod.uid):
+                allocatable = max(allocatable, len(self.allocated.get(resource, ())))
 
-            if resource in self.plugins.listed and requested > max(0, allocatable - used):
+            if resource in self.listed and requested > max(0, allocatable - used):
                 numbers = f"requested: {requested}, used: {used}, capacity: {allocatable}"
                 text = f"Node didn't have enough resource: {resource}, {numbers}"
                 raise AdmissionError(f"OutOf{resource}", text)
@@ -349,9 +323,9 @@ class DeviceManager:
         After a reboot pods are admitted whether their plugins have registered or not, and the
         checks of health reject those whose plugin is late.
         """
-        held = self.pods.of(pod.uid).get(resource)
-        have = held.ids if held else set()
-        healthy = self.plugins.healthy(resource)
+        entry = self.of(pod.uid).get(resource)
+        have = entry.ids if entry else set()
+        healthy = self.healthy(resource)
         unhealthy = f"cannot allocate unhealthy devices {resource}"
         if not healthy:
             raise Failure(f"no healthy devices present; {unhealthy}")
@@ -360,7 +334,7 @@ class DeviceManager:
         if required <= len(have):
             return set()
 
-        taken = self.pods.allocated.setdefault(resource, set())
+        taken = self.allocated.setdefault(resource, set())
         available = healthy - taken
         if len(available) < required:
             numbers = f"Requested: {required}, Available: {len(available)}"
@@ -374,7 +348,7 @@ class DeviceManager:
 
     async def _prefer(self, resource: str, available: set[str], size: int) -> set[str]:
         """Return the plugin's preference, if it has one."""
-        client = self.plugins.clients[resource]
+        client = self.clients[resource]
         if not client.options.get_preferred_allocation_available:
             return set()
 
@@ -395,22 +369,21 @@ class DeviceManager:
         container = pb.ContainerAllocateRequest(devices_ids=self._shuffled(ids))
         request = pb.AllocateRequest(container_requests=[container])
         try:
-            response = await self.plugins.clients[resource].call("Allocate", request)
+            response = await self.clients[resource].call("Allocate", request)
         except Failure:
-            self.pods.recount()
+            self.recount()
             raise
         (answer,) = response.container_responses
 
         # The list can have changed meanwhile. A device on two NUMA nodes stands in both lists.
         self._dereference(resource, ids)
-        listed = self.plugins.listed[resource]
+        listed = self.listed[resource]
         per_node: dict[int, list[str]] = {}
         for ident in self._shuffled(ids):
             for node in numa_nodes(listed.get(ident, pb.Device())) or [-1]:
                 per_node.setdefault(node, []).append(ident)
 
-        held = Held(per_node, answer)
-        self.pods.entries.append(Entry(pod.uid, pod.container, resource, held))
+        self.entries.append(Entry(pod.uid, pod.container, resource, per_node, answer))
 
     async def prepare(self, pod: Pod) -> Allocation:
         """Call PreStartContainer if a plugin requires it (GetDeviceRunContainerOptions()).
@@ -419,7 +392,7 @@ class DeviceManager:
         """
         edits = self.edits(pod.uid)
         for resource in self._shuffled(r for r, number in pod.request.items() if number):
-            client = self.plugins.clients.get(resource)
+            client = self.clients.get(resource)
             if not client or not client.options.pre_start_required:
                 continue
             if resource not in edits.ids:

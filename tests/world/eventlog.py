@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from tests.world.processes import PATIENCE
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened, with `time.monotonic()` of the moment."""
 
     at: float
     kind: str
-    fields: Mapping[str, Any]
-
-    def line(self) -> str:
-        """Return `kind key=value …`, for people."""
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in self.fields.items())])
-
-    def json(self) -> str:
-        """Return the event as one line of JSON."""
-        return json.dumps({"event": self.kind, "at": self.at, **self.fields})
+    fields: dict[str, Any]
 
 
 class EventLog:
@@ -42,11 +31,10 @@ class EventLog:
 
     def record(self, kind: str, **fields: Any) -> None:
         """Add an event and wake up all that wait for one."""
-        event = Event(time.monotonic(), kind, fields)
-        self.events.append(event)
+        self.events.append(Event(time.monotonic(), kind, fields))
         self._changed.set()
         if self._on_event:
-            self._on_event(event)
+            self._on_event(self.events[-1])
 
     def violation(self, text: str) -> None:
         """Add something that the kubelet tolerates or fails of, and that no correct plugin does."""
@@ -75,6 +63,6 @@ class EventLog:
         try:
             return await asyncio.wait_for(wait(), timeout)
         except asyncio.TimeoutError:
-            latest = "\n".join(event.line() for event in self.events[-8:])
+            latest = "\n".join(f"{kind} {fields}" for _, kind, fields in self.events[-8:])
             text = f"waited {timeout} s for {what}; the kubelet's latest:\n{latest}"
             raise TimeoutError(text) from None

@@ -15,22 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import sys
+import random
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
 
 from generated import deviceplugin_pb2 as pb
-from tests.world.checkpoint import CheckpointFile
+from tests.world.checkpoint import CheckpointFile, replace
 from tests.world.devicemanager import AdmissionError, Allocation, DeviceManager, Failure, rpc
 from tests.world.eventlog import Event, EventLog
 from tests.world.node import SimulatedNode
-from tests.world.pods import Pod, Pods, Runtime
+from tests.world.pods import Pod, Pods
 
 __all__ = ["AdmissionError", "Allocation", "Event", "Kubelet"]
 
@@ -38,7 +37,7 @@ SANDBOX_SECONDS = 0.11  # at least, from a pod's admission to its first PreStart
 BACK_OFF = 0.2  # seconds until a container is tried again (the original: 0.2 to 15 s)
 
 
-class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
+class Kubelet(EventLog, rpc.RegistrationServicer):  # type: ignore[misc]
     """A kubelet that serves in `directory`, and the pods of its node.
 
     Its end forgets all but the checkpoint; pods run on. When all resources are listed again, or
@@ -55,31 +54,21 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         pods_come: float = 5.0,
         host: SimulatedNode | None = None,
     ) -> None:
+        super().__init__(on_event)
         self.directory = Path(directory)
         self.socket = self.directory / "kubelet.sock"
         self.file = CheckpointFile(self.directory)
-        self.corrupt = self.file.corrupt
         self.alive = False
-        self._server: grpc.aio.Server | None = None
-
-        # What happens.
-        self.log = EventLog(on_event)
-        self.find = self.log.find
-        self.wait_for = self.log.wait_for
-        self.events = self.log.events
-        self.violations = self.log.violations  # what no correct plugin causes
         self.killed: list[str] = []  # running pods that a start did not admit again
-        self._faults: list[tuple[float, grpc.StatusCode | None, str]] = []  # of the next Registers
+        self._server: grpc.aio.Server | None = None
+        self._faults: list[tuple[float, str]] = []  # seconds and text, of the next Registers
 
         # The pods of the node, and what this kubelet, in its latest life, knows of them.
-        self.pods = Pods()
-        self.manager = DeviceManager(self.directory, self.log, self.file, self.pods)
+        self.pods = Pods(host, self)
+        self.manager = DeviceManager(self.directory, self, self.file, self.pods)
         self.pods_come = pods_come
         self._admission = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None  # of the API server's pods
-
-        # Their containers.
-        self.runtime = Runtime(host, self.log)
         self._starts: dict[Pod, asyncio.Task[None]] = {}  # of containers
 
     async def __aenter__(self) -> Kubelet:
@@ -94,24 +83,24 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
     async def registered(self, resource: str) -> None:
         """Wait until a plugin of the resource is connected and has sent its first list."""
         what = f"the first list of {resource}"
-        await self.wait_for(lambda: self.manager.plugins.is_listed(resource), what=what)
+        await self.wait_for(lambda: self.manager.is_listed(resource), what=what)
 
     def capacity(self) -> dict[str, int]:
-        return {resource: len(ids) for resource, ids in self.manager.plugins.listed.items()}
+        return {resource: len(ids) for resource, ids in self.manager.listed.items()}
 
     def allocatable(self) -> dict[str, int]:
         """Return the number of healthy devices by resource, whether they are allocated or not."""
-        return {resource: len(self.healthy(resource)) for resource in self.manager.plugins.listed}
+        return {resource: len(self.healthy(resource)) for resource in self.manager.listed}
 
     def healthy(self, resource: str) -> frozenset[str]:
         """Return the IDs that are listed as healthy, none after the end of the stream."""
-        return frozenset(self.manager.plugins.healthy(resource))
+        return frozenset(self.manager.healthy(resource))
 
     def unhealthy(self, resource: str) -> frozenset[str]:
-        return frozenset(self.manager.plugins.listed.get(resource, ())) - self.healthy(resource)
+        return frozenset(self.manager.listed.get(resource, ())) - self.healthy(resource)
 
     def allocated(self, resource: str) -> frozenset[str]:
-        return frozenset(self.manager.pods.allocated.get(resource, ()))
+        return frozenset(self.manager.allocated.get(resource, ()))
 
     def uid(self, pod: str) -> str:
         return self.pods.get(pod).uid
@@ -126,13 +115,20 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
 
     # Faults
 
-    def refuse_with(self, code: grpc.StatusCode, message: str = "refused", times: int = 1) -> None:
+    def corrupt(self, how: Literal["missing", "garbage"]) -> None:
+        """Let a start find no checkpoint, or a damaged one, if nothing is written until then."""
+        if how == "missing":
+            self.file.path.unlink(missing_ok=True)
+        else:
+            replace(self.file.path, random.Random(1).randbytes(512))
+
+    def refuse_with(self, message: str, times: int) -> None:
         """Let the next `times` calls of Register fail."""
-        self._faults += times * [(0.0, code, message)]
+        self._faults += times * [(0.0, message)]
 
     def hang(self, seconds: float) -> None:
         """Delay the next call of Register."""
-        self._faults.append((seconds, None, ""))
+        self._faults.append((seconds, ""))
 
     # Life
 
@@ -143,9 +139,9 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self.pods.sources_ready = False
         for pod in self.pods:
             pod.known = False
-        self.runtime.make_roots()
-        former = {*self.manager.plugins.listed}
-        self.manager = DeviceManager(self.directory, self.log, self.file, self.pods)
+        self.pods.make_roots()
+        former = {*self.manager.listed}
+        self.manager = DeviceManager(self.directory, self, self.file, self.pods)
 
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # for the checkpoint
         self.manager.read_checkpoint()
@@ -159,10 +155,10 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         with tempfile.TemporaryDirectory(prefix=".kubelet-", dir=self.directory.parent) as private:
             self._server.add_insecure_port(f"unix:{private}/s")
             os.rename(f"{private}/s", self.socket)  # its ctime never changes afterwards
-        self.log.record("started", socket=str(self.socket))
+        self.record("started")
 
         # The checkpoint can be lost.
-        resources = former | self.manager.plugins.listed.keys()
+        resources = former | self.manager.listed.keys()
         self._learning = asyncio.create_task(self._hear_of_pods(resources))
         await self._server.start()
 
@@ -170,12 +166,12 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """End it for good, without a `kubelet.sock`."""
         await self._end()
         self.socket.unlink(missing_ok=True)
-        self.log.record("stopped")
+        self.record("stopped")
 
     async def kill(self) -> None:
         """Leave what SIGKILL, SIGTERM and a crash leave: a `kubelet.sock` that refuses."""
         await self._end()
-        self.log.record("killed")
+        self.record("killed")
 
     async def restart(self) -> None:
         """Restart the kubelet; the pods run on."""
@@ -185,10 +181,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
     async def power_cut(self) -> None:
         """Kill it and end all processes of the node; `start` is then a reboot."""
         await self.kill()
-        for pod in self.pods:
-            self.runtime.stop(pod)
-            pod.has_cgroup = False
-        self.runtime.lose_power()
+        self.pods.lose_power()
 
     async def _end(self) -> None:
         self.alive = False
@@ -200,31 +193,30 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         server, self._server = self._server, None
         if server:
             await server.stop(None)
-        await self.manager.plugins.abandon()
+        await self.manager.abandon()
 
     async def drop_streams(self) -> None:
         """Break the connections to plugins from this side, as after an error on a stream."""
-        await self.manager.plugins.drop()
+        await self.manager.drop()
 
     # The `Registration` service
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:
         """Errors reach the plugin as UNKNOWN, with their text."""
         resource = request.resource_name
-        self.log.record("register", resource=resource)
-        delay, code, message = self._faults.pop(0) if self._faults else (0.0, None, "")
+        self.record("register", resource=resource)
+        delay, message = self._faults.pop(0) if self._faults else (0.0, "")
 
         try:
-            if delay:
-                await asyncio.sleep(delay)
-            if code:
+            await asyncio.sleep(delay)
+            if message:
                 raise Failure(message)
-            await self.manager.plugins.register(request)
+            await self.manager.register(request)
         except Failure as failure:
-            self.log.record("refused", resource=resource, message=str(failure))
-            await context.abort(code or grpc.StatusCode.UNKNOWN, str(failure))
+            self.record("refused", resource=resource, message=str(failure))
+            await context.abort(grpc.StatusCode.UNKNOWN, str(failure))
 
-        self.log.record("registered", resource=resource)
+        self.record("registered", resource=resource)
         return pb.Empty()
 
     # Admission
@@ -237,7 +229,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """
 
         def plugins_are_back() -> bool:
-            return all(map(self.manager.plugins.is_listed, resources))
+            return all(map(self.manager.is_listed, resources))
 
         with contextlib.suppress(TimeoutError):
             await self.wait_for(plugins_are_back, self.pods_come)
@@ -247,7 +239,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
                 with contextlib.suppress(AdmissionError):
                     await self._admit(pod, is_running=pod.has_containers)
         self.pods.sources_ready = True
-        self.log.record("sources-ready")
+        self.record("sources-ready")
 
     async def admit(self, pod: str, container: str, request: Mapping[str, int]) -> Allocation:
         """Admit a pod, which is then started in the background. Raises AdmissionError.
@@ -278,12 +270,12 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             except AdmissionError as error:
                 if self.manager is manager and self.alive:  # else its next start admits it again
                     reason, message = error.args
-                    self.log.record("rejected", pod=pod.name, reason=reason, message=message)
+                    self.record("rejected", pod=pod.name, reason=reason, message=message)
                     self.killed += [pod.name] * pod.has_containers
                     self._terminate(pod)
                 raise
 
-            self.log.record("admitted", pod=pod.name, **allocation.fields())
+            self.record("admitted", pod=pod.name, env=allocation.envs)
             self._work(pod)
         return allocation
 
@@ -299,7 +291,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """Make the pod's cgroup and sandbox; then try to start its container until it runs."""
         if not pod.has_cgroup:
             pod.has_cgroup = True
-            self.runtime.show(pod)
+            self.pods.show(pod)
             await asyncio.sleep(SANDBOX_SECONDS)
         while not await self._has_started(pod):
             await asyncio.sleep(BACK_OFF)
@@ -310,10 +302,10 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         try:
             allocation = await self.manager.prepare(pod)
             if not pod.ending:
-                self.runtime.start(pod, allocation)
-                self.log.record("running", pod=pod.name, pid=pod.pid)
+                self.pods.start(pod, allocation)
+                self.record("running", pod=pod.name)
         except (Failure, FileNotFoundError) as error:
-            self.log.record("not-started", pod=pod.name, message=str(error))
+            self.record("not-started", pod=pod.name, message=str(error))
         finally:
             pod.calling = False
         return pod.has_containers or pod.ending or not self.alive
@@ -339,9 +331,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """End container, then sandbox, then cgroup, once the container is not being started."""
 
         def finish() -> None:
-            self.runtime.stop(pod)
-            pod.over, pod.has_cgroup = True, False
-            self.runtime.show(pod)
+            pod.over, pod.has_cgroup, pod.allocation = True, False, None
+            self.pods.show(pod)
 
         self._leave(pod, finish)
 
@@ -360,7 +351,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """Delete a pod's object; returns the pod if a kubelet runs, which does the rest."""
         pod = self.pods.get(name)
         pod.wanted = False
-        self.log.record("deleted", pod=pod.name, uid=pod.uid)
+        self.record("deleted", pod=pod.name)
         return pod if self.alive else None
 
     async def remove_pod(self, pod: str) -> None:
@@ -370,42 +361,13 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         await self.manager.write_checkpoint()
 
     def end(self, pod: str) -> None:
-        """End the container of a pod whose object is gone, and remove its cgroup."""
+        """End a pod's container for good, and remove its cgroup; its object, if any, stays."""
         running = [p for p in self.pods if pod in (p.name, p.uid) and p.has_containers]
         self._terminate(running[0] if running else self.pods.get(pod))
-
-    def complete(self, pod: str) -> None:
-        """Let a pod's container end by itself for good; its object stays."""
-        self._terminate(self.pods.get(pod))
 
     def crash(self, pod: str, container: str = "main") -> None:
         """End a container; it is started again, with PreStartContainer and without Allocate."""
         found = self.pods.get(pod)
-        self.runtime.stop(found)
-        self.log.record("exited", pod=pod, container=found.container)
+        found.allocation = None
         if self.alive and found.known:
             self._work(found)
-
-
-# ------------------------------------------------------------------------------ as a process
-
-
-async def _serve(directory: str) -> None:
-    """Print events as JSON lines and obey lines `admit POD RESOURCE=N`, until a SIGTERM."""
-    loop, serving = asyncio.get_running_loop(), asyncio.current_task()
-    assert serving
-    loop.add_signal_handler(signal.SIGTERM, serving.cancel)
-    commands = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-
-    kubelet = Kubelet(directory, on_event=lambda event: print(event.json(), flush=True))
-    async with kubelet:
-        with contextlib.suppress(asyncio.CancelledError):
-            async for line in commands:
-                _, pod, resource, number = line.decode().replace("=", " ").split()
-                with contextlib.suppress(AdmissionError):  # printed as "rejected"
-                    await kubelet.admit(pod, "main", {resource: int(number)})
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[-1]))

@@ -2,8 +2,6 @@
 
 `SimulatedNode(root)` keeps `<root>/sys`, `<root>/dev` and `<root>/proc` as the real driver (tt-kmd)
 and udev show them, as far as programs look at it: names, formats, order of appearance and events.
-tests.world.captures has the recordings that it is modelled on, tests.world.cards the kinds of
-cards, tests.world.chip what one chip shows and does.
 
 For reads that fail or block see tests.world.tree. A device file is a symlink to /dev/null or a
 similar device ("link"), whose number sysfs's `dev` then repeats, or, where a test runs as root, a
@@ -12,21 +10,18 @@ real character device ("mknod").
 
 from __future__ import annotations
 
-import os
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.world.captures import capture
-from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of
-from tests.world.chip import Chip, dead_value, in_steps
+from tests.world.cards import ARCHITECTURES, CARDS, GALAXY_BUSES, bus_of, capture
+from tests.world.chip import Chip, in_steps
 from tests.world.tree import put, put_control, remove
 
-__all__ = ["CARDS", "Chip", "SimulatedNode", "Ticker", "dead_value", "wire"]
+__all__ = ["CARDS", "Chip", "SimulatedNode", "Ticker", "wire"]
 
 DRIVER_MAJOR = 245  # dynamic in reality; the number of every capture
 
@@ -38,9 +33,9 @@ BORROWED = {
 NOT_SIMULATED = {"config", "local_cpulist", "modalias", "uevent"}  # attributes of captures
 
 
-def wire(action: str, devpath: str, env: Mapping[str, str], seqnum: int) -> bytes:
+def wire(action: str, devpath: str, env: Mapping[str, str]) -> bytes:
     """Return a kernel uevent as it arrives: a header, then NUL-terminated assignments."""
-    assignments = {"ACTION": action, "DEVPATH": devpath, **env, "SEQNUM": str(seqnum)}
+    assignments = {"ACTION": action, "DEVPATH": devpath, **env, "SEQNUM": "1"}
     lines = [f"{action}@{devpath}", *(f"{k}={v}" for k, v in assignments.items())]
     return "".join(f"{line}\0" for line in lines).encode()
 
@@ -96,12 +91,11 @@ class SimulatedNode:
         facts = capture(name)
         node = cls(root, driver=facts["driver"], **options)
         for function in sorted(facts["functions"], key=lambda f: (f["hwmon"] or 0, f["ordinal"])):
-            telemetry, sensors = _values(function)
-            pci = _simulated(function["pci"])
-            chip = Chip(node, function["path"], pci, telemetry, sensors, bool(telemetry))
+            chip = Chip(node, function["path"], *_values(function))
+            chip.firmware = bool(chip.telemetry)
             node.chips.append(chip)
             chip.plug()
-            chip.probe(function["ordinal"])
+            chip.bind(function["ordinal"])
         return node
 
     def chip(self, name: str | int) -> Chip:
@@ -132,57 +126,46 @@ class SimulatedNode:
         below bus 0x80 and 1 above. `firmware=False`: it is not ready.
         """
         is_galaxy = card.startswith("galaxy")
-        code, number = CARDS[card].code, len(self.chips) + 1
+        code, arch, _ = CARDS[card]
+        sample = capture("n150-p150a")["functions"][ARCHITECTURES[arch].sample]
+        number = len(self.chips) + 1
         added = []
         for index, address in enumerate(self._addresses(card, bdf)):
-            # The functions of one board, such as a tray of a Galaxy, share its serial.
-            board = bus_of(address) >> 4 if is_galaxy else number
-            chip = self._chip(
-                card,
-                path=f"pci{address[:4]}:00/{address[:4]}:00:02.0/{address}",
-                serial=f"000{code:04X}{511700100 + board}",
-                asic_id=f"{0x3B1D7A5620E40000 + (code << 8) + number + index:016X}",
-            )
+            path = f"pci{address[:4]}:00/{address[:4]}:00:02.0/{address}"
+            chip = Chip(self, path, *_values(sample), firmware)
+
             usual = int(bus_of(address) >= 0x80) if is_galaxy else -1
             chip.pci["numa_node"] = str(usual if numa_node is None else numa_node)
-            chip.firmware = firmware
+            chip.pci["subsystem_device"] = f"0x{code:04x}"
+            # The functions of one board, such as a tray of a Galaxy, share its serial.
+            board = bus_of(address) >> 4 if is_galaxy else number
+            asic = 0x3B1D7A5620E40000 + (code << 8) + number + index
+            chip.telemetry |= {
+                "tt_card_type": card,
+                "tt_serial": f"000{code:04X}{511700100 + board}",
+                "tt_asic_id": f"{asic:016X}",
+            }
 
             self.chips.append(chip)
             chip.plug()
-            chip.probe()
+            chip.bind()
             added.append(chip)
         return added
 
     def _addresses(self, card: str, bdf: str | None) -> list[str]:
         """Return where a card's functions are: its own, or free buses behind `bdf`'s."""
         if card.startswith("galaxy"):
-            found = [f"0000:{bus:02x}:00.0" for bus in GALAXY_BUSES]
-        else:
-            used = {bus_of(chip.bdf) for chip in self.chips}
-            domain, first = (bdf or "0000:01").split(":")[:2]
-            free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
-            found = [f"{domain}:{bus:02x}:00.0" for bus in free[: CARDS[card].functions]]
-            found[0] = bdf or found[0]
-
-        if taken := {chip.bdf for chip in self.chips} & {*found}:
-            raise ValueError(f"{', '.join(taken)} is occupied")
-        return found
-
-    def _chip(self, card: str, path: str, serial: str, asic_id: str) -> Chip:
-        """Return a chip of a card, with the values of the captured one of its architecture."""
-        code, arch, _ = CARDS[card]
-        sample = capture("n150-p150a")["functions"][ARCHITECTURES[arch].sample]
-        telemetry, sensors = _values(sample)
-        identity = {"tt_card_type": card, "tt_serial": serial, "tt_asic_id": asic_id}
-        pci = _simulated(sample["pci"]) | {"subsystem_device": f"0x{code:04x}"}
-        return Chip(self, path, pci, telemetry | identity, sensors)
+            return [f"0000:{bus:02x}:00.0" for bus in GALAXY_BUSES]
+        used = {bus_of(chip.bdf) for chip in self.chips}
+        domain, first = (bdf or "0000:01").split(":")[:2]
+        free = [bus for bus in range(int(first, 16), 256) if bdf or bus not in used]
+        found = [f"{domain}:{bus:02x}:00.0" for bus in free[: CARDS[card].functions]]
+        return [bdf or found[0], *found[1:]]
 
     # The driver
 
     def load_driver(self, probe: bool = True) -> None:
         """Load the driver, and probe all chips, or (`probe=False`) let Chip.bind() do that."""
-        if self.is_loaded:
-            raise ValueError("the driver is loaded")
         self.is_loaded = True
 
         driver = self.root / "sys/bus/pci/drivers/tenstorrent"
@@ -194,7 +177,7 @@ class SimulatedNode:
         for name in ("bind", "unbind"):
             put_control(driver / name)
         for chip in self.chips if probe else ():
-            chip.probe()
+            chip.bind()
         self.emit("add", "/module/tenstorrent", SUBSYSTEM="module")
 
     def unload_driver(self) -> None:
@@ -214,8 +197,8 @@ class SimulatedNode:
         ordinals = one.ordinal, other.ordinal
         one.unbind()
         other.unbind()
-        other.probe(ordinals[0])
-        one.probe(ordinals[1])
+        other.bind(ordinals[0])
+        one.bind(ordinals[1])
 
     # The rest of the machine
 
@@ -249,23 +232,12 @@ class SimulatedNode:
         group.mkdir(exist_ok=True)
         put(group / "type", type)
 
-    def start_process(
-        self, pid: int, cgroup: str, nodes: Sequence[str], command: str = "python3"
-    ) -> None:
-        """Show a process of this /proc/<pid>/cgroup, which has device files.
-
-        They are paths (FileNotFoundError if one does not exist) or CDI names.
-        """
-        for node in nodes:
-            if node.startswith("/"):
-                os.stat(node)
+    def start_process(self, pid: int, cgroup: str, command: str) -> None:
+        """Show a process of this /proc/<pid>/cgroup."""
         process = self.root / f"proc/{pid}"
         process.mkdir()
         put(process / "comm", command)
         put(process / "cgroup", cgroup)
-
-    def end_process(self, pid: int) -> None:
-        remove(self.root / f"proc/{pid}")
 
     # What its chips need
 
@@ -284,7 +256,7 @@ class SimulatedNode:
     def emit(self, action: str, devpath: str, **env: str) -> None:
         """Send a kernel uevent."""
         if self.on_uevent:
-            self.on_uevent(wire(action, devpath, env, 0))
+            self.on_uevent(wire(action, devpath, env))
 
     def step(self) -> None:
         """Let others look: a part of a device exists, and another does not."""
@@ -292,30 +264,28 @@ class SimulatedNode:
             self.on_step()
 
 
-def _simulated(attributes: dict[str, str]) -> dict[str, str]:
-    return {name: text for name, text in attributes.items() if name not in NOT_SIMULATED}
-
-
-def _values(function: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the telemetry and the sensors of a captured function."""
+def _values(function: dict[str, Any]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return PCI's attributes, the telemetry and the sensors of a captured function."""
     telemetry = {k: v for k, v in function.get("class", {}).items() if k.startswith("tt_")}
-    return telemetry, _simulated(function.get("sensors", {}))
+    pci, sensors = (
+        {name: text for name, text in function.get(group, {}).items() if name not in NOT_SIMULATED}
+        for group in ("pci", "sensors")
+    )
+    return pci, telemetry, sensors
 
 
 class Ticker:
-    """Advances every living heartbeat at 10 Hz, as firmware does, while the context lasts."""
+    """Advances every living heartbeat, as firmware does (at 10 Hz), while the context lasts."""
 
     def __init__(self, node: SimulatedNode, interval: float = 0.1) -> None:
         self._node = node
         self._interval = interval
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        due = time.monotonic()
-        while not self._stop.wait(max(0.0, due - time.monotonic())):
+        while not self._stop.wait(self._interval):
             self._node.tick()
-            due += self._interval
 
     def __enter__(self) -> Ticker:
         self._thread.start()

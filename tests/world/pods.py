@@ -6,17 +6,17 @@ These outlive the kubelet. A pod has one container.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import uuid
 from dataclasses import dataclass, field
 
-from tests.world.checkpoint import Held
+from tests.world.checkpoint import Entry
 from tests.world.devicemanager import Allocation
 from tests.world.eventlog import EventLog
 from tests.world.node import SimulatedNode
 from tests.world.tree import put
 
-FIRST_PID = 4_194_305  # a 64-bit kernel gives no process of this machine such a number
 ADDRESSES = "TT_DEVICE_PLUGIN_DEVICES"
 
 
@@ -32,8 +32,7 @@ class Pod:
     # What of it exists.
     wanted: bool = True  # its object in the API server
     has_cgroup: bool = False  # and in it, until the pod is over, the sandbox's process
-    pid: int | None = None  # of the container
-    allocation: Allocation | None = None  # with which the container runs
+    allocation: Allocation | None = None  # with which its container runs, if it does
 
     # What the kubelet does with it.
     known: bool = False  # in this life, it has learned of it
@@ -43,13 +42,39 @@ class Pod:
 
     @property
     def has_containers(self) -> bool:
-        return self.pid is not None
+        return self.allocation is not None
+
+
+def chips_in_conflict(one: Entry, other: Entry) -> set[str]:
+    """Return the chips of both, if two pods must not use them together.
+
+    They may as far as both use replicas, `<id>::<n>`, of the same devices of one resource; each of
+    its devices has equally many chips.
+    """
+    chips, others = ({*each.answer.envs[ADDRESSES].split(",")} for each in (one, other))
+    devices, theirs = ({i.partition("::")[0] for i in each.ids} for each in (one, other))
+
+    are_replicas = all("::" in ident for ident in one.ids | other.ids)
+    shared = devices & theirs if are_replicas and one.resource == other.resource else set()
+    allowed = len(chips) // len(devices) * len(shared)
+    return chips & others if len(chips & others) > allowed else set()
 
 
 class Pods(list[Pod]):
-    """All pods of a node."""
+    """All pods of a node, with their containers.
 
-    sources_ready = False  # has the API server answered? Until then no pod is forgotten
+    A host shows their cgroups, of version 2. It is a violation if two run with one chip together.
+    """
+
+    def __init__(self, host: SimulatedNode | None, log: EventLog) -> None:
+        super().__init__()
+        self.sources_ready = False  # has the API server answered? Until then none is forgotten
+        self._host = host
+        self._log = log
+        if host:
+            self._root = host.root / "sys/fs/cgroup/kubepods"
+            self._root.parent.mkdir(parents=True, exist_ok=True)
+            self._root.with_name("cgroup.controllers").touch()
 
     def get(self, name: str) -> Pod:
         """Return the latest pod of this name, or the one that has this UID."""
@@ -69,40 +94,6 @@ class Pods(list[Pod]):
     def active(self) -> dict[str, Pod]:
         """Return the pods that the kubelet knows and that have not ended, by UID."""
         return {pod.uid: pod for pod in self if pod.known and not pod.over}
-
-
-def chips_in_conflict(one: tuple[str, Held], other: tuple[str, Held]) -> set[str]:
-    """Return the chips of both devices, by resource, if two pods must not use them together.
-
-    They may as far as both use replicas, `<id>::<n>`, of the same devices of one resource; each of
-    its devices has equally many chips.
-    """
-    (resource, held), (other_resource, other_held) = one, other
-    chips, others = ({*each.answer.envs[ADDRESSES].split(",")} for each in (held, other_held))
-    devices, theirs = ({i.partition("::")[0] for i in each.ids} for each in (held, other_held))
-
-    are_replicas = all("::" in ident for ident in held.ids | other_held.ids)
-    shared = devices & theirs if are_replicas and resource == other_resource else set()
-    allowed = len(chips) // len(devices) * len(shared)
-    return chips & others if len(chips & others) > allowed else set()
-
-
-class Runtime:
-    """Runs containers and pods' sandboxes, and shows their processes in pods' cgroups.
-
-    `host` is the node that has their processes and cgroups, of version 2, if any. A sandbox has a
-    process, as containerd's. It is a violation if two pods run with one chip at the same time.
-    """
-
-    def __init__(self, host: SimulatedNode | None, log: EventLog) -> None:
-        self._host = host
-        self._log = log
-        self._pids = itertools.count(FIRST_PID)
-        self._running: list[Pod] = []
-        if host:
-            self._root = host.root / "sys/fs/cgroup/kubepods"
-            self._root.parent.mkdir(parents=True, exist_ok=True)
-            self._root.with_name("cgroup.controllers").touch()
 
     def make_roots(self) -> None:
         """Make the cgroups of the QoS classes, as a kubelet that starts does."""
@@ -128,32 +119,22 @@ class Runtime:
 
     def start(self, pod: Pod, allocation: Allocation) -> None:
         """Run a container, which opens its device files. FileNotFoundError: one does not exist."""
-        pid = next(self._pids)
         if self._host:
-            files = [*(spec.host_path for spec in allocation.devices), *allocation.cdi_devices]
-            cgroup = f"0::/kubepods/besteffort/pod{pod.uid}/{pid}"
-            self._host.start_process(pid, cgroup, files)
-        pod.pid, pod.allocation = pid, allocation
+            for spec in allocation.devices:
+                os.stat(spec.host_path)
 
-        for other in self._running:
-            assert other.allocation
-            held = (allocation.held.items(), other.allocation.held.items())
-            for mine, theirs in itertools.product(*held):
-                for chip in sorted(chips_in_conflict(mine, theirs)):
-                    who = f"{pod.name} ({mine[0]}) and {other.name} ({theirs[0]})"
-                    self._log.violation(f"{who} run with {chip} at the same time")
-        self._running.append(pod)
-
-    def stop(self, pod: Pod) -> None:
-        """End a pod's container, if it runs: sandbox and cgroup stay."""
-        if pod.pid is not None:
-            self._running.remove(pod)
-            if self._host:
-                self._host.end_process(pod.pid)
-            pod.pid = None
+        for other in self:
+            others = other.allocation.entries.values() if other.allocation else ()
+            for mine, theirs in itertools.product(allocation.entries.values(), others):
+                if chips := chips_in_conflict(mine, theirs):
+                    who = f"{pod.name} ({mine.resource}) and {other.name} ({theirs.resource})"
+                    self._log.violation(f"{who} run with {chips} at the same time")
+        pod.allocation = allocation
 
     def lose_power(self) -> None:
-        """Remove all cgroups, as the kernel has none after a boot, which has an ID of its own."""
+        """End all processes, and remove the cgroups; a boot has an ID of its own."""
+        for pod in self:
+            pod.allocation, pod.has_cgroup = None, False
         if self._host:
             self._host.boot()
             shutil.rmtree(self._root, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pty
 import re
 import shutil
 import signal
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tests.world.node import SimulatedNode
 
@@ -36,12 +35,14 @@ class Broken(AssertionError):
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-async def until(condition: Callable[[], T | None], what: str = "the condition") -> T:
+async def until(
+    condition: Callable[[], T | None], what: str | Callable[[], str] = "the condition"
+) -> T:
     """Return the condition's first true value, or raise Broken with `what`; it is polled."""
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise Broken(f"{what}: not within {PATIENCE:g} s")
+            raise Broken(f"{what() if callable(what) else what}: not within {PATIENCE:g} s")
         await asyncio.sleep(0.002)
     return value
 
@@ -51,7 +52,7 @@ def wait_until(
     what: str | Callable[[], str] = "the condition",
     seconds: float = LONG_PATIENCE,
 ) -> T:
-    """Do the same without a loop; `what` can be a function, for what is known at the end."""
+    """Do the same without a loop."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -74,24 +75,15 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 # -- place and environment -------------------------------------------------------------------------
-MEMORY = "/dev/shm"
-
-
-def is_usable(memory: str) -> bool:
-    """Return whether trees can be there. In containers it is small, and nothing there can run."""
-    return os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
-
-
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
     """Give a temporary directory with a path that is short enough for a unix socket.
 
-    It is in memory if possible: a node has hundreds of files, a Galaxy 2,500, and to make and
-    remove them takes five times as long on a disk.
+    It is in memory if programs can run there: a disk takes five times as long for a node's files.
     """
-    is_short = len(os.fsencode(tempfile.gettempdir())) <= 24
-    place = MEMORY if is_usable(MEMORY) else None if is_short else "/tmp"
-    path = Path(tempfile.mkdtemp(prefix="tt-", dir=place))
+    memory = "/dev/shm"
+    has_memory = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+    path = Path(tempfile.mkdtemp(prefix="tt-", dir=memory if has_memory else "/tmp"))
     try:
         yield path
     finally:
@@ -111,72 +103,31 @@ def environment(*python_path: Path, **more: str) -> dict[str, str]:
     return kept | more
 
 
-def finished(
-    command: Sequence[str | Path],
-    environ: Mapping[str, str] | None = None,
-    *,
-    stderr: int | IO[str] = subprocess.PIPE,
-) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; `environ` is added to the present environment."""
+def finished(command: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `more` is added to its environment."""
+    environ = environment(ROOT, **more)
     return subprocess.run(
-        [*map(str, command)], env=environment(ROOT) | dict(environ or {}),
-        stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=LONG_PATIENCE,
-    )  # fmt: skip
-
-
-def on_terminal(
-    command: Sequence[str], environ: Mapping[str, str], question: str, answer: str
-) -> tuple[int, str]:
-    """Run a program on a terminal, and type an answer whenever it ends its output with a question.
-
-    Returns its exit status, and all that is to be seen.
-    """
-    limited = ["timeout", "--foreground", f"{PATIENCE}", *command]
-    terminal, end = pty.openpty()
-    with subprocess.Popen(
-        limited, env=environ, stdin=end, stdout=end, stderr=end, start_new_session=True
-    ) as process:
-        os.close(end)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: the program has ended
-            while True:
-                shown += os.read(terminal, 65536)
-                if shown.endswith(question.encode()):
-                    os.write(terminal, f"{answer}\n".encode())
-    os.close(terminal)
-    return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
+        command, env=environ, capture_output=True, text=True, timeout=LONG_PATIENCE
+    )
 
 
 # -- services --------------------------------------------------------------------------------------
-class Note(NamedTuple):
-    """A notification of a service to its manager, one datagram; it can have several lines."""
-
-    at: float
-    text: str
-
-
-class NotifySocket:
+class NotifySocket(socket.socket):
     """A service manager's end of $NOTIFY_SOCKET."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = str(path)
         path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(self.address)
+        self.bind(self.address)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> list[Note]:
-        notes = []
+    def receive(self) -> list[str]:
+        """Return the notifications that have come; each can have several lines."""
+        texts = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                text = self._socket.recv(65536).decode(errors="replace")
-                notes.append(Note(time.monotonic(), text))
-        return notes
-
-    def close(self) -> None:
-        self._socket.close()
+                texts.append(self.recv(65536).decode(errors="replace"))
+        return texts
 
 
 class Service:
@@ -188,15 +139,14 @@ class Service:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], notify: Path
     ) -> None:
-        """Args: notify: the path of its NOTIFY_SOCKET."""
+        """notify: the path of its NOTIFY_SOCKET."""
         self.lines: list[tuple[float, str]] = []
-        self.notes: list[Note] = []
+        self.notes: list[tuple[float, str]] = []
         self.started = 0.0
         self._command = command
         self._environment = {"NOTIFY_SOCKET": str(notify), **environment}
         self._notify = notify
         self._awaited = 0  # notifications up to the last one that was waited for
-        self._happened = asyncio.Event()
 
     async def __aenter__(self) -> Service:
         self._manager = NotifySocket(self._notify)
@@ -235,47 +185,43 @@ class Service:
         return [text for _, text in self.notes]
 
     def _notified(self) -> None:
-        self.notes += self._manager.receive()
-        self._happened.set()
+        self.notes += [(time.monotonic(), text) for text in self._manager.receive()]
 
     async def _read(self) -> None:
         assert self._process.stderr
         while line := await self._process.stderr.readline():
             self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
-            self._happened.set()
 
         # Its last notifications can come after its last line.
         await self._process.wait()
         self._notified()
 
     async def wait_for(self, found: Callable[[], T | None], what: str) -> T:
-        """Return the first true value of `found`, called after each line and notification."""
-        deadline = time.monotonic() + PATIENCE
-        while not (value := found()):
-            if self._reader.done():
+        """Return the first true value of `found`; Broken: the process has ended without it."""
+
+        def found_while_running() -> T | None:
+            value = found()
+            if not value and self._reader.done():
                 status = self._process.returncode
                 raise Broken(f"{what}: the process ended with status {status}{self.latest()}")
-            self._happened.clear()
-            try:
-                await asyncio.wait_for(self._happened.wait(), deadline - time.monotonic())
-            except asyncio.TimeoutError:
-                raise Broken(f"{what}: not within {PATIENCE:g} s{self.latest()}") from None
-        return value
+            return value
+
+        return await until(found_while_running, lambda: f"{self.latest()}\n{what}")
 
     def latest(self) -> str:
         """Return its latest lines and notifications, to be appended to an error."""
         words = sorted([*self.lines, *((at, text.replace("\n", " ")) for at, text in self.notes)])
         return "".join(f"\n    {text}" for _, text in words[-12:])
 
-    async def note(self, wanted: str) -> Note:
-        """Return the next notification with a line that begins like this, and skip those before."""
+    async def note(self, wanted: str) -> float:
+        """Return when the next notification with a line that begins so came; skip those before."""
 
-        def found() -> Note | None:
+        def found() -> float | None:
             while self._awaited < len(self.notes):
-                note = self.notes[self._awaited]
+                at, text = self.notes[self._awaited]
                 self._awaited += 1
-                if any(line.startswith(wanted) for line in note.text.splitlines()):
-                    return note
+                if f"\n{wanted}" in f"\n{text}":
+                    return at
             return None
 
         return await self.wait_for(found, f"no {wanted}")
@@ -284,15 +230,14 @@ class Service:
         """Return the present or a later STATUS that has all of these words."""
 
         def found() -> str | None:
-            lines = [line for text in self.heard for line in text.splitlines()]
-            *_, last = ["", *(line for line in lines if line.startswith("STATUS="))]
-            return last.removeprefix("STATUS=") if all(word in last for word in words) else None
+            *_, last = ["", *re.findall("(?m)^STATUS=(.*)", "\n".join(self.heard))]
+            return last if all(word in last for word in words) else None
 
         return await self.wait_for(found, f"no status with {words}")
 
     async def ready(self) -> float:
         """Return the seconds from before the exec until READY=1."""
-        return (await self.note("READY=1")).at - self.started
+        return await self.note("READY=1") - self.started
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)

@@ -20,14 +20,20 @@ class Plugin(rpc.DevicePluginServicer):  # type: ignore[misc]
     `with` has it served and registered.
     """
 
-    def __init__(self, kubelet: Kubelet, resource: str, *ids: str, **options: str) -> None:
-        """The devices are on NUMA node 0. options: their `health`; the `name` of its socket."""
-        health = options.get("health", HEALTHY)
+    def __init__(
+        self,
+        kubelet: Kubelet,
+        resource: str,
+        *ids: str,
+        health: str = HEALTHY,
+        name: str = "other.sock",
+    ) -> None:
+        """The devices are on NUMA node 0. name: of its socket."""
         place = pb.TopologyInfo(nodes=[pb.NUMANode(ID=0)])
         self.devices = [pb.Device(ID=each, health=health, topology=place) for each in ids]
         self.envs: dict[str, str] = {}  # for every container
         self._directory = kubelet.directory
-        self._name = options.get("name", "other.sock")
+        self._name = name
         self._resource = resource
         self._server = grpc.aio.server()
         rpc.add_DevicePluginServicer_to_server(self, self._server)
@@ -46,17 +52,16 @@ class Plugin(rpc.DevicePluginServicer):  # type: ignore[misc]
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             await rpc.RegistrationStub(channel).Register(request)
 
-    async def stop(self) -> None:
-        """Stop serving; gRPC removes the socket."""
-        await self._server.stop(None)
-
     async def __aenter__(self) -> Plugin:
         await self.serve()
         await self.register()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+    async def stop(self, *_: object) -> None:
+        """Stop serving; gRPC removes the socket."""
+        await self._server.stop(None)
+
+    __aexit__ = stop
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> Any:
         return pb.DevicePluginOptions()
@@ -68,6 +73,3 @@ class Plugin(rpc.DevicePluginServicer):  # type: ignore[misc]
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:
         answer = pb.ContainerAllocateResponse(envs=self.envs)
         return pb.AllocateResponse(container_responses=[answer])
-
-
-another_plugin = Plugin

@@ -128,10 +128,5 @@ class Service:
 
 def problem(level: str, subject: str, text: str, command: str = "", kind: str = "") -> JSON:
     """Return an entry of the view's problems."""
-    return {
-        "level": level,
-        "subject": subject,
-        "kind": kind,
-        "problem": text,
-        "command": command,
-    }
+    values = (level, subject, kind, text, command)
+    return dict(zip(("level", "subject", "kind", "problem", "command"), values, strict=True))

@@ -1,8 +1,7 @@
 """Runs the daemon on a simulated node: plays the parts of the kernel that a tree cannot play.
 
-An attribute that shall fail is a link to `errno:NAME` (see tests.world.tree): os.open() raises that
-error here. In this process (RunningDaemon), uevents come from a socket pair, as only the kernel can
-send them over netlink. A process of its own has them from the socket $TT_UEVENTS, if it is set.
+In this process (RunningDaemon), uevents come from a socket pair, as only the kernel can send them
+over netlink. A process of its own has them from the socket $TT_UEVENTS, if it is set.
 
     python -m tests.world.simulation …     # the arguments are tt-device-plugin's own
 """
@@ -23,14 +22,16 @@ from typing import Any
 from unittest.mock import patch
 
 import ttdp
+from tests.chips import kind_of
 from tests.world.node import SimulatedNode
 from tests.world.processes import outlets, until
 from tests.world.tree import errno_of
+from ttdp import Chip, Inventory, PciFunction, Reading
 
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """Let os.open() fail as the simulated node says."""
+    """Let os.open() fail as the simulated node says: see tests.world.tree."""
     genuine = os.open
 
     def simulated_open(path: Any, *arguments: Any, **keywords: Any) -> int:
@@ -99,9 +100,6 @@ class RunningDaemon:
         """Return whether systemd has received a message that begins so."""
         return any(note.startswith(beginning) for note in self.notes)
 
-    def forget_notes(self) -> None:
-        self.notes.clear()
-
     async def __aenter__(self) -> RunningDaemon:
         self._errors.enter_context(kernel_errors())
         self._errors.enter_context(patch.object(ttdp, "open_uevent_socket", lambda: self._events))
@@ -165,15 +163,7 @@ class RunningDaemon:
     async def sees(self, bdf: str, kind: ttdp.Kind | None) -> None:
         """Wait until it sees that a chip has a fault of this kind; None: that it is healthy."""
 
-        def kind_now() -> ttdp.Kind | None:
-            fault = self.chip(bdf).fault
-            return fault.kind if fault else None
-
-        await until(lambda: kind_now() is kind, f"{kind} of {bdf}")
-
-    async def metrics(self) -> str | None:
-        """Return what a scrape gets; None: that the metrics cannot be collected."""
-        return self.daemon.reporter.metrics()
+        await until(lambda: kind_of(self.chip(bdf)) is kind, f"{kind} of {bdf}")
 
     @property
     def host(self) -> ttdp.Host:
@@ -191,6 +181,34 @@ class RunningDaemon:
 
     def chip(self, bdf: str) -> ttdp.Chip:
         return self.decision.chips[bdf]
+
+
+class WatchedNode:
+    """A node, and an inventory that looks at it when a test says so."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self.node = node
+        self.settings = settings_of(node, node.root / "plugins")
+        self.inventory = Inventory({})
+
+    @property
+    def chips(self) -> dict[str, Chip]:
+        return self.inventory.chips
+
+    def scan(self) -> None:
+        with kernel_errors():
+            self.inventory.scan(self.settings)
+
+    def read(self, function: PciFunction, *, is_poll: bool = True) -> Reading | None:
+        """Read a chip; None: it is being removed."""
+        with kernel_errors(), patch.object(ttdp, "monotonic", lambda: 1000.0):
+            return ttdp.read_chip(self.settings, function, is_poll=is_poll)
+
+    def look(self, *, is_poll: bool = True) -> None:
+        """Scan and read, as at a poll or after an event."""
+        self.scan()
+        readings = [self.read(each, is_poll=is_poll) for each in self.inventory.present]
+        self.inventory.apply(filter(None, readings), self.settings.health)
 
 
 StartDaemon = Callable[..., Awaitable[RunningDaemon]]  # see the fixture `start`

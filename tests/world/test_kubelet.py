@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import grpc
 import pytest
 
-from tests.world.checkpoint import Corruption
 from tests.world.kubelet import Kubelet
 from tests.world.pods import ADDRESSES
-from tests.world.reference import Plugin, another_plugin
+from tests.world.reference import Plugin
 
 N150 = "tenstorrent.com/n150"
 P150 = "tenstorrent.com/p150"
@@ -39,11 +39,11 @@ async def test_a_plugin_must_serve_before_it_registers(kubelet: Kubelet) -> None
 
 async def test_a_plugin_must_end_its_stream_before_it_registers_again(kubelet: Kubelet) -> None:
     """A connected socket is refused, and the end of an old stream takes down the new one."""
-    async with another_plugin(kubelet, N150, "a") as plugin:
+    async with Plugin(kubelet, N150, "a") as plugin:
         with pytest.raises(grpc.aio.AioRpcError, match="device plugin already connected"):
             await plugin.register()
 
-        async with another_plugin(kubelet, N150, "b", name="new.sock"):
+        async with Plugin(kubelet, N150, "b", name="new.sock"):
             await kubelet.wait_for(lambda: kubelet.healthy(N150) == {"b"})
             await plugin.stop()
             await kubelet.wait_for(lambda: kubelet.allocatable() == {N150: 0})
@@ -68,7 +68,7 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
 ) -> None:
     """Unless both have replicas of one device of one resource; a pod deleted by force runs on."""
     for resource, ident, chips in (one, other):
-        async with another_plugin(kubelet, resource, ident) as plugin:
+        async with Plugin(kubelet, resource, ident) as plugin:
             plugin.envs = {ADDRESSES: chips}
             await kubelet.run_pod(ident, resource)
             kubelet.force_delete(ident)
@@ -86,17 +86,17 @@ async def test_two_pods_that_run_with_one_chip_are_a_violation(
     ],
 )
 async def test_a_start_kills_a_running_pod_or_the_kubelet_for_what_is_listed(
-    kubelet: Kubelet, checkpoint: Corruption | None, listed: str, health: str,
+    kubelet: Kubelet, checkpoint: Literal["missing"] | None, listed: str, health: str,
     killed: list[str], violations: int,
 ) -> None:  # fmt: skip
     """`killed` names a pod whose device is Unhealthy; it is a violation not to list the device."""
-    async with another_plugin(kubelet, N150, "a"):
+    async with Plugin(kubelet, N150, "a"):
         await kubelet.run_pod("pod", N150)
         await kubelet.kill()
     if checkpoint:
         kubelet.corrupt(checkpoint)
     await kubelet.start()
 
-    async with another_plugin(kubelet, N150, listed, health=health):
+    async with Plugin(kubelet, N150, listed, health=health):
         await kubelet.wait_for(lambda: kubelet.pods.sources_ready)
     assert (kubelet.killed, len(kubelet.violations)) == (killed, violations)

@@ -1,9 +1,8 @@
 """A directory tree that stands in for sysfs, /dev and /proc: attributes change, fail and block.
 
-* **A read that fails.** A file cannot return ENODATA, so an attribute that is to fail with an errno
-  is a dangling symlink to `errno:NAME` (any name of the errno module). `errno_of(path)` recognises
-  it; tests.world.simulation wraps `os.open` with it and raises OSError there.
-* **A read that blocks.** The attribute is a FIFO: open() for reading waits.
+A file cannot return ENODATA, so an attribute whose read is to fail is a dangling symlink to
+`errno:NAME`, and kernel_errors() of tests.world.simulation wraps os.open(). One that blocks is a
+FIFO.
 """
 
 from __future__ import annotations
