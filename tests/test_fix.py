@@ -340,7 +340,8 @@ def test_an_unbind_is_followed_by_its_bind(host: Commanded, how: str) -> None:
         assert terminal.ended() != 0
 
 
-def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Commanded, dead: Chip) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_ends_a_tt_smi_that_hangs(host: Commanded, dead: Chip, how: str) -> None:
     """One that does not end is killed. The pods that it has hit are named."""
     host.controls.install("tt-smi", ignored=(signal.SIGINT, signal.SIGTERM))
     host.controls.hangs = True
@@ -350,7 +351,7 @@ def test_ctrl_c_ends_a_tt_smi_that_hangs(host: Commanded, dead: Chip) -> None:
         terminal.shows(QUESTION)
         terminal.type("y\n")
         wait_until(lambda: host.controls.waiting)
-        terminal.type("\x03")
+        INTERRUPTS[how](terminal)
         assert terminal.ended() == 130
 
     wait_until(lambda: host.controls.waiting == 0)
