@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -189,6 +190,28 @@ async def test_the_first_list_has_every_chip(
 
 
 # -- timers and its own errors ---------------------------------------------------------------------
+
+
+async def test_at_rest_it_takes_no_turns_and_looks_at_no_file_for_others(
+    node: SimulatedNode, start: StartDaemon, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are looked at when the readings of a scan are there; any other turn costs less."""
+    turns, files = Mock(wraps=ttdp.decide), list[str]()
+    monkeypatch.setattr(ttdp, "decide", turns)
+    monkeypatch.setattr(ttdp.OutputFiles, "keep", lambda _, path, text: files.append(path))
+    node.add("n150")
+    daemon = await start(interval=AN_HOUR)
+    await kubelet.registered(N150)
+    await daemon.ready()
+
+    turns.reset_mock()
+    await asyncio.sleep(10 * ttdp.START_TICK)
+    assert turns.call_count <= 2  # for what was still under way
+
+    await kubelet.manager.write_checkpoint()
+    await until(lambda: turns.call_count)
+    names = [ttdp.CDI_FILE, ttdp.LABELS_FILE]
+    assert [os.path.basename(path) for path in files] == names
 
 
 @pytest.mark.parametrize(("metrics", "poll"), [(AN_HOUR, 0.05), (0.05, AN_HOUR)])
