@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,3 +57,25 @@ def test_a_bad_value_ends_the_daemon_with_a_status_of_its_own() -> None:
         (line,) = ended.err.splitlines()
         assert line.endswith("'boards' is not valid; must be chip or board")
         assert (ended.status, ended.out) == (78, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "/x: Permission denied; run it as root",
+        ),
+        (OSError(28, "No space left on device"), 1, "stdout: No space left on device"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_an_error_of_a_command_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, status: int, line: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(signal, "signal", Mock())
+
+    assert ttdp.run_command(Mock(side_effect=error), argparse.Namespace()) == status
+    assert "\n".join(caplog.messages) == line
