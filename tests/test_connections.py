@@ -129,3 +129,15 @@ async def test_a_request_that_is_not_complete_costs_only_its_connection(
     assert all(await asyncio.gather(*refusals)) and await reader.read() == b""
     half.close()
     assert caplog.messages == []
+
+
+async def test_without_a_status_socket_the_daemon_works(
+    start: StartDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line has the reason, and what it means."""
+    daemon = await start(interval=AN_HOUR, runtime_dir=str(tmp_path / "missing"))
+    await daemon.ready()
+
+    reason = "No such file or directory; list, check and fix cannot reach this daemon"
+    line = f"cannot open the status socket {status_socket(daemon)}: {reason}"
+    assert caplog.messages.count(line) == 1

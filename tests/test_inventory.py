@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -308,3 +309,20 @@ def test_mounts_are_the_configured_ones_and_hugepages_that_exist(tmp_path: Path)
         settings = Settings(root=str(tmp_path), mounts=(other, instead), hugepages=hugepages)
         assert ttdp.host_mounts(settings) == [other, instead, *mounts]
     assert ttdp.host_mounts(Settings(root=str(tmp_path))) == [large, small]
+
+
+def test_a_function_that_is_just_appearing_is_looked_at_again(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is there before its attributes. Any other error is the daemon's own."""
+    (card,) = node.add("n150")
+    watched = WatchedNode(node)
+    for number in (errno.ENOENT, errno.EIO):
+        with monkeypatch.context() as patch:
+            patch.setattr(ttdp, "read_attribute", Mock(side_effect=OSError(number, "")))
+            with contextlib.nullcontext() if number in ttdp.ABSENT else pytest.raises(OSError):
+                watched.scan()
+        assert not watched.chips
+
+    watched.scan()
+    assert watched.chips.keys() == {card.bdf}

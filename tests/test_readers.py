@@ -6,6 +6,7 @@ import _thread
 import errno
 import threading
 from collections.abc import AsyncIterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,3 +133,16 @@ async def test_an_error_in_a_read_is_no_reading(
 
     chips.errors = {}
     assert await chips.are_read(ONE, TWO) == [ONE.address, TWO.address]
+
+
+async def test_without_threads_the_daemon_itself_has_an_error(
+    chips: Chips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chip is read when there are threads again."""
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("no new thread")))
+        with pytest.raises(OSError, match="no new thread") as failure:
+            await chips.are_read(ONE)
+
+    assert failure.value.errno == errno.EAGAIN
+    assert await chips.are_read(ONE) == [ONE.address]
