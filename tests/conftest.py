@@ -25,6 +25,7 @@ from tests.world.simulation import StartDaemon as StartDaemon
 READ_TIMEOUT = ttdp.READ_TIMEOUT  # the program's own, see `unhurried`
 MISSES = ttdp.MISSES
 NEVER = 1_000_000
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
 
 
 def plugin_sockets(directory: Path) -> list[str]:

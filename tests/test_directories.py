@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import ttdp
-from tests.conftest import StartDaemon, kubelet_of, polls
+from tests.conftest import StartDaemon, kubelet_of, needs_root, polls
 from tests.world.kubelet import AdmissionError, Event, Kubelet
 from tests.world.node import SimulatedNode
 from tests.world.processes import PATIENCE, until
@@ -27,7 +27,6 @@ from ttdp import Directories, Mount, Settings, SharedResource, Sharing
 N150 = "tenstorrent.com/n150"
 PAGES = "device_0_channel_0_tenstorrent"  # as tt-umd names them
 SHARED = (SharedResource("n150", 4),)
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ import pytest
 
 import ttdp
 from tests.chips import bdf, chip, decide
+from tests.conftest import needs_root
 from tests.world.book import ALWAYS, FIRST, N150, BookWorld, entry
 from tests.world.checkpoint import Entry, Snapshot
 from ttdp import Mount, Settings
 
 SECOND = "7f0d2c4e-8b9a-4c1d-a2f3-5e6d7c8b9a01"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: needs root, for another user")
 
 
 @pytest.fixture

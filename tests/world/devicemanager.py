@@ -131,6 +131,8 @@ class Plugins:
         """Dial back and ask for the options, all within the plugin's call of Register."""
         with socket.socket(socket.AF_UNIX) as probe:
             is_early = probe.connect_ex(client.path) != 0
+        if is_early:
+            self._log.record("early", resource=client.resource)
         dial = {"wait_for_ready": True, "timeout": DIAL_TIMEOUT}
         client.options = await client.call("GetDevicePluginOptions", pb.Empty(), **dial)
 

@@ -29,8 +29,7 @@ async def test_a_plugin_must_serve_before_it_registers(kubelet: Kubelet) -> None
     """Its registration would come a second late."""
     plugin = Plugin(kubelet, N150)
     registering = asyncio.create_task(plugin.register())
-    await kubelet.wait_for(lambda: kubelet.find("register"))
-    await asyncio.sleep(0.1)  # meanwhile the kubelet has tried to connect
+    await kubelet.wait_for(lambda: kubelet.find("early"))
     await plugin.serve()
     await registering
 
